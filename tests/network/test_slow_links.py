@@ -111,7 +111,9 @@ def test_what_is_sent_is_what_was_estimated(codec, slow_lab, here):
 
 @pytest.mark.parametrize("sync", [f"{LOCAL} int4 --sync.every 24", GRADIENTS], ids=["local", "powersgd"])
 def test_links_that_fail_for_a_while_do_not_end_a_run(sync, slow_lab, here):
-    with training(slow_lab, "run", "--train.epochs 1000 --train.max_steps 600", sync) as processes:
+    # At last and in between, all replicas are compared.
+    often = "--train.epochs 1000 --train.max_steps 600 --train.audit_every 100"
+    with training(slow_lab, "run", often, sync) as processes:
         wait_until(lambda: events("run", "first-step"), processes[0])
         wait_until(lambda: _steps_made("run") >= 48, processes[0])
         slow_lab.down(3)
