@@ -51,7 +51,7 @@ def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any
 
 
 def sync_groups(world: World, job: Job) -> MachineRanks:
-    """Creates the groups, of a machine or a process each, that average every update. Returns ours. A collective."""
+    """Returns the group in which this process averages every update, and each group's first rank. A collective."""
     machines, within = ranks_by_machine(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:

@@ -350,7 +350,7 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def _sample_contents(source: UserSamples) -> Iterator[bytes]:
-    """Yields the labels of some samples, and a few inputs if a sample is the same when it is read twice."""
+    """Yields the labels of some samples, and a few inputs if these are equal when they are read twice."""
     inputs, again = list[bytes](), list[bytes]()
     with restored_generators():
         for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):

@@ -225,7 +225,7 @@ def view_average(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
 
 @CLOCK.in_phase(EVALUATION)
 def evaluate_and_record(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates the network and records the result. Returns True if it is the best so far. A collective."""
+    """Evaluates and records the result. Returns True if it is the best so far. A collective. Raises Interrupted."""
     trainer.progress.owed = True
     with trainer.paused("evaluate"):
         with synchronized(trainer):

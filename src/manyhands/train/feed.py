@@ -66,8 +66,8 @@ class StepSums:
 
     loss: Tensor | float = 0.0  # sum of losses
     samples: int = 0  # samples that this process reports
-    bad_loss: Tensor | float = math.inf  # first step with a non-finite loss; infinite: none; not reset
-    bad_gradient: Tensor | float = math.inf  # first step that the accelerator skipped for its gradients; as above
+    bad_loss_step: Tensor | float = math.inf  # first step with a non-finite loss; infinite: none; not reset
+    bad_gradient_step: Tensor | float = math.inf  # first step that the accelerator skipped for its gradients; as above
     _correct: float | Tensor = 0.0
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: marks refer to it
 
@@ -84,7 +84,7 @@ class StepSums:
         """Returns, since the last call, the sum of losses and the numbers of correct and of all samples."""
         self._count_predictions()
         # NaN also reports a non-finite gradient.
-        loss = float(self.loss) if float(self.bad_gradient) == math.inf else math.nan
+        loss = float(self.loss) if float(self.bad_gradient_step) == math.inf else math.nan
         values = loss, float(self._correct), self.samples
         self.loss, self._correct, self.samples = 0.0, 0.0, 0
         return values

@@ -129,7 +129,7 @@ def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
 
 
 def finish_epoch(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates if due, writes .pth.tar files, and calls the user's function. Returns True for the best result."""
+    """Evaluates if due, and does what is due at an epoch's end. Returns True for the best result. A collective."""
     improved = trainer.progress.owed and evaluate_and_record(trainer, stop)
     if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         with CLOCK.in_phase(SAVING):

@@ -59,7 +59,7 @@ class Objects:
 
 
 def metric_names(given: Any) -> tuple[str, ...] | None:
-    """Returns train.metrics for the argument `metrics`, a dict of objects or a list of names."""
+    """Returns train.metrics for the argument `metrics`, a dict of objects or names. Raises UserError for others."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:

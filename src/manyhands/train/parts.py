@@ -243,7 +243,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """Returns a name for each output of a job's network. Raises UserError if it has fewer outputs than classes."""
+    """Returns a name for each output of a job's network; records notes. Raises UserError for too few outputs."""
     outputs = network.traits.class_count
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
@@ -321,7 +321,7 @@ def _resolve_and_move(model: nn.Module, job: Job, world: World) -> tuple[nn.Modu
 
 
 def job_grid(job: Job, world: World, mode: str) -> "Grid | None":
-    """Creates the job's device mesh, or None for a mode without a mesh. Raises UserError for another size."""
+    """Creates the job's device mesh; None for a mode without one. Raises UserError if it isn't of the world size."""
     if not takes_mesh(mode):
         return None
     mesh = job_mesh(job, world)

@@ -65,7 +65,7 @@ class Progress:
 def capture(
     network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
-    """Copies the state (of local shards with a plan) to the CPU. Without `keep`, only helps other ranks to gather."""
+    """Copies the state (with a plan, local shards) to the CPU. Without `keep`, no tensors. A collective if sharded."""
     tensors, other = split_state(network.model)
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -93,7 +93,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def copy_to_cpu(value: Any, *, keep: bool = True) -> Any:
-    """Copies nested data to the CPU, with tensors unsharded or, without `keep`, None."""
+    """Copies nested data to the CPU, with tensors unsharded or, without `keep`, None. A collective if sharded."""
     if isinstance(value, Tensor):
         tensor = full_tensor(value.detach())
         return tensor.to("cpu", copy=True) if keep else None

@@ -484,7 +484,7 @@ def _nonfinite(model: nn.Module, images: Tensor) -> str:
 
 def explain_nonfinite(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
     """Returns the error for a non-finite value that a status round or a save found. A collective."""
-    mine = [float(measured.bad_loss), float(measured.bad_gradient)]
+    mine = [float(measured.bad_loss_step), float(measured.bad_gradient_step)]
     by_rank: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, by_rank))
     endless = network.traits.nonfinite_buffers

@@ -158,8 +158,8 @@ class Updater:
             self._skip_update(update, step)
             return
         self._in_a_row = 0
-        if self.gradients.skipped is not None:
-            self.measured.bad_gradient = _first_bad_step(self.measured.bad_gradient, self.gradients.skipped == 0, step)
+        if (skipped := self.gradients.skipped) is not None:
+            self.measured.bad_gradient_step = _first_bad_step(self.measured.bad_gradient_step, skipped == 0, step)
         if self._shared_buffers:
             self._share_buffers()  # before BatchNorm's statistics, since only these buffers can be restored
         self.gradients.update_running_statistics()
@@ -220,7 +220,7 @@ class Updater:
         return as_divisor(self.synchronizer.replica_sum(mine, self.world) / copies)
 
     def _record_pass(self, part: MicroBatch, step: int, scale: float | Tensor | None, found: MicroBatchResult) -> bool:
-        """Records loss and predictions of a micro-batch. Returns False if a loss of this update isn't finite."""
+        """Records loss and predictions of a micro-batch. Returns False after a loss that isn't finite, on a CPU."""
         if found.count:
             self.record_loss(part, step, found.loss if scale is None else found.loss * scale, found.count)
             rows, labels = found.logits.size(0), found.labels
@@ -228,7 +228,7 @@ class Updater:
         return self.bad is None
 
     def record_loss(self, part: MicroBatch, step: int, loss: Tensor, count: int) -> None:
-        """Records the sum [] of losses of `count` samples. Raises RunError if it isn't finite and can't be skipped."""
+        """Records the sum [] of losses of `count` samples. On a CPU, raises RunError if not finite, unless skipped."""
         measured = self.measured
         if self.device == "cpu":
             value = loss.item()
@@ -240,7 +240,7 @@ class Updater:
             measured.loss += value
         else:
             measured.loss = measured.loss + loss
-            measured.bad_loss = _first_bad_step(measured.bad_loss, torch.isfinite(loss), step)
+            measured.bad_loss_step = _first_bad_step(measured.bad_loss_step, torch.isfinite(loss), step)
         measured.samples += count
 
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
