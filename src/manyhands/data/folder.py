@@ -283,7 +283,7 @@ def list_folder(root: Path, options: DataOptions, *, whole: bool = False) -> Lis
 
 
 def list_once_per_machine(root: Path, options: DataOptions, *, whole: bool = False) -> Listed:
-    """Calls `list_folder` in one process of each machine, which shares the result. Each call lists the folder again."""
+    """Calls `list_folder` in one process of each machine, which shares the result. A second call lists anew."""
     shared = workers_folder()
     if shared is None or is_pack(root):
         return list_folder(root, options, whole=whole)

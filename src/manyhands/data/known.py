@@ -110,7 +110,7 @@ _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
 def recognize_data_set(path: Path) -> str:
-    """Returns the name of the built-in data set in a folder or archive, or "". Raises UserError for several sets."""
+    """Returns the name of the built-in data set in a folder or archive, or "". Raises UserError if ambiguous."""
     if not path.is_dir():
         return next((name for name, forms in _CIFAR.items() if path.name in {form.archive for form in forms}), "")
     found = [name for name in _CIFAR if cifar_files(path, name)]
@@ -189,7 +189,7 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
 
 
 def mnist_folders(folder: Path, name: str) -> list[Path]:
-    """Returns the folders in a data folder that may hold the files of MNIST or Fashion-MNIST, likeliest first."""
+    """Returns the folders, in or below a data folder, that may hold the files of `name`, likeliest first."""
     own, kept = folder / name, KNOWN[name].folder
     below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
     # The data folder itself may have this set's files, or another set's under the same names.

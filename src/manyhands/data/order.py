@@ -68,7 +68,7 @@ class BatchSharing:
         return self.micro_batch * self.share_boundaries[-1] // max(self.shares, default=1)
 
     def limited(self, limit: int, count: int) -> "BatchSharing":
-        """Returns a copy for `count` samples with micro-batches of `limit` per rank (0: any) or of one group."""
+        """Returns a copy for updates of `count` samples: at most `limit` per rank and pass (0: any), or one group."""
         if self.micro_batch or not limit:
             return replace(self, largest_since_start=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_boundaries(count, self.group)))
@@ -81,7 +81,7 @@ class BatchSharing:
         return max(share.count for shares in self.micro_batches(count) for share in shares)
 
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
-        """Divides `count` samples into micro-batches, and each into one share for each process."""
+        """Divides `count` samples into micro-batches of a share per rank. Raises UserError for a too large group."""
         return _micro_batches(self, count)
 
 
@@ -112,7 +112,7 @@ def equal_share_function(count: int, group: int, bounds: tuple[int, int]) -> Cal
 
 
 def group_boundaries(count: int, group_size: int) -> list[int]:
-    """Returns the boundaries of BatchNorm groups of at most `group_size` samples, whose sizes differ by at most 1."""
+    """Returns boundaries of groups of at most `group_size` samples (0: of 1), whose sizes differ by at most 1."""
     groups = math.ceil(count / group_size) if group_size else count
     return [count * number // groups for number in range(groups + 1)]
 

@@ -77,7 +77,7 @@ def sample_rng(seed: int, epoch: int, sample: int) -> SampleRng:
 
 
 def spread(count: int, length: int) -> Tensor:
-    """Selects `count` of the indices below `length` in a fixed random order. Returns them sorted, int64 [n]."""
+    """Selects the first `count` of a fixed random order of indices below `length`. Returns them sorted, int64 [n]."""
     order = torch.argsort(mix_bits(torch.arange(length)), stable=True)
     return order[:count].sort().values
 

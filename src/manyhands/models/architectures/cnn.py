@@ -23,7 +23,7 @@ def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropou
     """Builds blocks of convolution, BatchNorm, ReLU and max-pool, then a block with average pool, and a linear layer.
 
     The first block has `width` channels; each further block doubles them, up to four times `width`. For pictures
-    below 16x16 pixels, the first block has no max-pool. `dropout`: probability of dropout before the linear layer.
+    below 16x16 pixels, the first block has no max-pool. `dropout`: probability, below 1, before the linear layer.
     """
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise UserError(f"width is {width!r}, expected a whole number of at least 1", f"{WHERE}.width")

@@ -63,7 +63,7 @@ class QuickNet(InitializedFromData):
     @override
     @torch.no_grad()
     def initialize(self, pictures: Tensor) -> None:
-        """Sets the first layer to whiten patches, so that it has variance 1 in each principal direction."""
+        """Sets the first layer to whiten patches, so that its outputs have variance 1 in each principal direction."""
         parts = [_patches(part) for part in pictures.split(_AT_ONCE)]
         products, count = sum(part.T @ part for part in parts), sum(len(part) for part in parts)
         variances, directions = torch.linalg.eigh(products / count)

@@ -56,7 +56,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Adds the arguments with which `build` builds the network that `build_pretrained` builds."""
+    """Returns `arguments` and those with which `build` builds the network that `build_pretrained` builds."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
@@ -70,7 +70,7 @@ def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) -> nn.Module:
-    """Builds a network with published weights. Its last layers are new unless `num_classes` is 1000."""
+    """Builds a network with published weights, with new last layers unless `num_classes` is 1000. Raises UserError."""
     weights = _published_weights(name)
     path = fetch_weights(weights.url)
     try:
