@@ -207,7 +207,7 @@ class FolderWatch:
 
 
 def read_network_record(checkpoint: Path) -> trained.TrainedNetwork | None:
-    """Reads the description of the network that a checkpoint or its run contains; None if they have none."""
+    """Returns the description of the network in a checkpoint or its run, or None. Raises UserError if damaged."""
     return trained.find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 

@@ -153,7 +153,7 @@ def _local_logs(folder: RunFolder) -> dict[int, Log]:
 
 
 def read_log_locations(folder: RunFolder) -> list[LogLocation]:
-    """Reads the location of each machine's logs from machines.json, which may be missing."""
+    """Reads each machine's log location from machines.json; [] if it is missing. Raises UserError if damaged."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogLocation]).validate_python(files.parse_json(files.read_bytes(path)))

@@ -45,7 +45,7 @@ class StartSetup(contextlib.ExitStack):
         self._copy_at = 0.0  # time of the next copy
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, protocol.Orders]:
-        """Prepares start `number`; returns the orders for each agent. Raises ManyhandsError if machines are too few."""
+        """Prepares start `number`; returns orders by agent. Raises ManyhandsError without machines or a checkpoint."""
         for machine in self._machines.running:
             machine.joined = False
         while (why_open := self._try_connect(again=number > 0)) is None:
@@ -267,7 +267,7 @@ class StartSetup(contextlib.ExitStack):
 
 
 def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
-    """Runs the doctor's checks, without measurements. Returns {machine: address}; {} if only ssh connects them."""
+    """Runs the doctor's checks, unmeasured. Returns {machine: address}; {} for ssh only. Raises RunError."""
     running = machines.running
     if len(running) == 1:
         return {running[0]: Address("", LOOPBACK)}

@@ -142,7 +142,7 @@ def predict_files(
 
     `pictures` are files and folders. `model` is the name of the network, if the run doesn't record it. If `processes`
     is None, this process predicts, or the group that a launcher formed. If `device` is None, one process uses the CPU,
-    and several processes use the accelerators. Raises UserError if a picture or the network is missing.
+    and several processes select a device. Raises UserError if a picture or the network is missing.
     """
     files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
     record = read_network_record(path)
@@ -163,7 +163,7 @@ def predict_files(
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
-    """Returns the files in `named`, and the pictures below folders in `named`. Raises UserError for other paths."""
+    """Returns the files in `named`, and the pictures below folders in `named`. Raises UserError for no picture."""
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.layout import is_junk
 
@@ -263,7 +263,7 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, *, force: boo
 
 @_no_garbage_collection()
 def predict_growth(job: Job, first: int, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts a job's throughput, efficiency and cost on `first` and more processes; draws them to the file `out`."""
+    """Predicts a job's throughput, efficiency and cost on `first` and more machines; draws them to the file `out`."""
     from manyhands.report.growth import check_picture_file, draw_growth
 
     if out is not None:

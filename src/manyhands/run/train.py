@@ -122,7 +122,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 
 
 def launch_decision(job: Job) -> this_process.LaunchDecision:
-    """Determines whether this process is a rank or a launcher. If its rank is invalid, informs other ranks."""
+    """Determines whether this process is a rank or a launcher. Reports an invalid rank to peers. Raises UserError."""
     try:
         found = this_process.decide_launch(job.cluster)
     except this_process.RankOutsideError as outside:

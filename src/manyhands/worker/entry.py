@@ -289,5 +289,5 @@ def _needs_no_torchvision(orders: Orders, job: Job) -> bool:
     from manyhands.models.build import is_built_in
 
     own = is_built_in(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
-    shared_memory_sum = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
-    return orders.argument["task"] == "train" and own and shared_memory_sum and len(orders.rendezvous.sizes) == 1
+    in_shared_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory
+    return orders.argument["task"] == "train" and own and in_shared_memory and len(orders.rendezvous.sizes) == 1

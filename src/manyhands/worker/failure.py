@@ -166,7 +166,7 @@ def write_record(record: Failure, folder: RunFolder) -> None:
 
 
 def publish_or_adopt_first_cause(group: Any, record: Failure) -> Failure:
-    """Publishes a failure as the first cause, unless it is a consequence. Then, the record gets the first cause."""
+    """Publishes an original failure as the first cause. A consequence isn't published: it gets the first cause."""
     if not record.consequence:
         group.cause.publish(PeerFailure.create(record.rank, record.host, record.what))
         return record

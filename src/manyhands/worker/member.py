@@ -23,7 +23,7 @@ OUR_HEAD, MET = "manyhands", "met"  # values of `ProcessInfo.started_by`: one la
 
 
 class GroupMember:
-    """This process as a member of a process group. `phase`: the activity, for failure records."""
+    """This process as a member of a process group; also read by other threads. `phase`: for failure records."""
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
         self.process_info, self.folder, self._phase = process_info, folder, phase

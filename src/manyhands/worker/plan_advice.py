@@ -52,7 +52,7 @@ class Advice(NamedTuple):
 def recommend(found: SearchResult, sync: dict[str, Any], smaller: Sequence[PlanCandidate], *, apart: bool) -> Advice:
     """Recommends fewer processes if they are as fast as all processes, else the selected plan.
 
-    `sync`: the result of `choice_as_plain`. `smaller`: data-parallel candidates on fewer processes.
+    `sync`: from `choice_as_plain`. `smaller`: data parallelism on fewer processes. `apart`: one process per machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds

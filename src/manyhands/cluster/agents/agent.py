@@ -152,7 +152,7 @@ class Agent(Probe):
         return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
 
     def _advance_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
-        """Raises a detached run's stored term to the launcher's term; returns the higher of both terms."""
+        """Increases a detached run's stored term to the launcher's term; returns the higher of both terms."""
         ours = wanted.head and folders.run_id(folder) in ("", run)
         return (folders.advance_term(folder.ranks, wanted) if ours else folders.read_term(folder.ranks)).head
 
@@ -217,7 +217,7 @@ class Agent(Probe):
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
-        """Starts ssh `commands`, by target machine. Returns {machine: last error line} for those that failed."""
+        """Starts ssh commands, by machine. Returns {machine: last error line} of those not ready within `seconds`."""
         assert self._tunnels
         return self._tunnels.start(commands, seconds)
 

@@ -75,7 +75,7 @@ class AgentConnection:
     def fileno(self) -> int:
         return self._output.fileno()
 
-    def send(self, message: Message, request_id: int = 0) -> None:
+    def send(self, message: Message, request_id: int = 0) -> None:  # doesn't wait
         line = self._lines.add(message, request_id)
         if self.connected:
             self.unsent += line

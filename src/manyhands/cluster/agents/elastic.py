@@ -268,7 +268,7 @@ def import_cpu_modules(device: str) -> tuple[str, int]:
 
 
 def detect_devices(requested: str, processes: int) -> tuple[str, int]:
-    """Returns (device type for cluster.device = `requested` and so many `processes`, number of such devices here)."""
+    """Returns (device type for cluster.device = `requested` and so many `processes`, number here; 1 for a CPU)."""
     device = resolve_device_type(requested, processes)
     single = device in {"cpu", "mps"} or ":" in device  # cuda:1 names one of several
     return device, 1 if single else max(1, torch.accelerator.device_count())

@@ -91,7 +91,7 @@ class RunMachine:
         return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection, and schedules the next contact in `pause_s` (or RETRY_LEAST_S unless `requested`)."""
+        """Ends the connection. The next contact is in `pause_s`, but not before RETRY_LEAST_S unless `requested`."""
         self._change_state(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
@@ -197,8 +197,8 @@ def started_agents(
 ) -> Iterator[Machines]:
     """Context manager that starts an agent on each machine, yields the machines with their facts, and ends the agents.
 
-    Files in `logs` receive the agents' standard error. If the user presses Ctrl-C in the context, `on_stop` is called
-    before the agents are ended.
+    Files in `logs` receive the agents' standard error. At a stop signal in the context, such as Ctrl-C, `on_stop` is
+    called before the agents are ended.
     """
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
     found = Machines([])

@@ -87,7 +87,7 @@ def attach_notice(options: ClusterOptions) -> str:
 
 
 def wait_for_debugger(rank: int, size: int, options: ClusterOptions) -> None:
-    """On rank cluster.debug_rank, prints how to attach a debugger, and waits. Raises UserError if it can't listen."""
+    """Waits for a debugger on rank cluster.debug_rank. Raises UserError if rank, debugpy or a free port is missing."""
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
         raise UserError(message, "--debug-rank", (f"choose a rank from 0 to {size - 1}",))
