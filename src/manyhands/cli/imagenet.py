@@ -181,7 +181,7 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
 
 
 def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
-    """Returns the job options that the flags set, by dotted key; None for flags that weren't given."""
+    """Returns the job options that the flags set, by dotted key; None if not given. Raises UserError for conflicts."""
     _check_conflicts(flags)
     arch = (flags.arch or "").removeprefix("torchvision:")
     # One process on each node, or one for each accelerator of a single node.

@@ -75,7 +75,7 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
 
 
 def describe(loaded: LoadedJob) -> list[str]:
-    """Returns lines for --dry-run that describe the run, without starting processes or reading pictures."""
+    """Returns lines for --dry-run; starts no process and reads no picture. Raises UserError for an invalid job."""
     job = loaded.job
     if job.run.script:
         work = [f"would run {shlex.join(job.run.script)}"]

@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Returns the options that differ from job.toml. Ignores an "auto" for an option whose value was measured."""
+    """Returns the options that differ from job.toml. Ignores "auto" for measured values. Raises UserError."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]

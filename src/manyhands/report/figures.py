@@ -1,4 +1,4 @@
-"""The pictures of a report: training draw_curves, time by phase, and confusion between classes."""
+"""The pictures of a report: training curves, time by phase, and confusion between classes."""
 
 import math
 import statistics
