@@ -10,17 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.e2e.command import (
-    QUICKLY,
-    done,
-    finish,
-    free_port,
-    processes_of,
-    read,
-    start,
-    training,
-    wait_until,
-)
+from tests.e2e.command import QUICKLY, done, finish, free_port, processes_of, read, start, training, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

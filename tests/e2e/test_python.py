@@ -20,15 +20,7 @@ import manyhands
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.run.python import _as_arguments
 from tests.e2e import nets
-from tests.e2e.command import (
-    TORCHRUN,
-    done,
-    environment,
-    events,
-    fit,
-    processes_of,
-    start,
-)
+from tests.e2e.command import TORCHRUN, done, environment, events, fit, processes_of, start
 from tests.e2e.nets import tiny
 
 pytestmark = pytest.mark.timeout(300)

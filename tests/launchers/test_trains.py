@@ -13,16 +13,7 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.submit import submit
 from tests.data.sets import make
-from tests.e2e.command import (
-    QUICK,
-    environment,
-    events,
-    finish,
-    processes_of,
-    read,
-    typed,
-    wait_until,
-)
+from tests.e2e.command import QUICK, environment, events, finish, processes_of, read, typed, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 MANYHANDS = [sys.executable, "-m", "manyhands"]

@@ -13,14 +13,7 @@ from manyhands.cli.evaluate import prediction_line
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import plain, plain_lines
 from manyhands.report.read import read_run
-from manyhands.report.screen import (
-    Screen,
-    ScreenProgress,
-    epoch_line,
-    evaluation_line,
-    live_line,
-    step_line,
-)
+from manyhands.report.screen import Screen, ScreenProgress, epoch_line, evaluation_line, live_line, step_line
 from manyhands.report.summary import duration, shorten
 
 

@@ -15,14 +15,7 @@ from manyhands.core.records import PROCESS_ENDED, Failure, append, read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.run import recovery
 from manyhands.run.launch import launch
-from manyhands.run.recovery import (
-    MOST_IN_VAIN,
-    Restart,
-    RestartHooks,
-    RestartPolicy,
-    run_to_end,
-    worth_restarting,
-)
+from manyhands.run.recovery import MOST_IN_VAIN, Restart, RestartHooks, RestartPolicy, run_to_end, worth_restarting
 from tests.report.fake_run import step_record
 
 
