@@ -9,18 +9,9 @@ from filelock import Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.cluster.agents import folders
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import close_all
-from manyhands.cluster.agents.folders import (
-    Term,
-    advance_term,
-    agent_lock,
-    claim_run_folder,
-    has_working_agents,
-    read_term,
-    run_id,
-    set_run_id,
-)
 from manyhands.cluster.agents.machines import open_local_agent
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.messages import call
@@ -37,11 +28,11 @@ def folder(tmp_path):
 
 
 def test_one_start_at_a_time_as_long_as_its_process_lives(folder):
-    lock = claim_run_folder(folder, HOLDER)
+    lock = folders.claim_run_folder(folder, HOLDER)
     assert lock
-    assert claim_run_folder(folder, HOLDER) is None  # another machine of the same run, on the same disk
+    assert folders.claim_run_folder(folder, HOLDER) is None  # another machine of the same run, on the same disk
     with pytest.raises(Timeout):
-        claim_run_folder(folder, OTHER)
+        folders.claim_run_folder(folder, OTHER)
     lock.release()
     code = "import sys, pathlib; from manyhands.cluster.agents.folders import *; "
     code += f"lock = claim_run_folder(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); "
@@ -50,9 +41,9 @@ def test_one_start_at_a_time_as_long_as_its_process_lives(folder):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "has it\n"
         with pytest.raises(Timeout):
-            claim_run_folder(folder, HOLDER)
+            folders.claim_run_folder(folder, HOLDER)
         process.kill()
-    lock = claim_run_folder(folder, HOLDER)
+    lock = folders.claim_run_folder(folder, HOLDER)
     assert lock
     lock.release()
 
@@ -60,13 +51,13 @@ def test_one_start_at_a_time_as_long_as_its_process_lives(folder):
 @pytest.mark.slow
 def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(folder, monkeypatch):
     monkeypatch.setattr("manyhands.cluster.agents.folders.LEAVING_S", 0.1)
-    with agent_lock(folder.ranks, 0):
+    with folders.agent_lock(folder.ranks, 0):
         with pytest.raises(Timeout):
-            claim_run_folder(folder, HOLDER)
+            folders.claim_run_folder(folder, HOLDER)
         assert not (folder.ranks / "holder").exists()
-    lock = claim_run_folder(folder, HOLDER)
+    lock = folders.claim_run_folder(folder, HOLDER)
     assert lock
-    with agent_lock(folder.ranks, 0):  # its own agents begin later
+    with folders.agent_lock(folder.ranks, 0):  # its own agents begin later
         pass
     lock.release()
 
@@ -87,48 +78,48 @@ def test_agents_keep_other_runs_out_and_tell_whose_a_folder_is(agents, tmp_path)
     assert ask(first, HOLDER, "1" * 32).run == ""
     assert not ask(same, HOLDER, "1" * 32).taken
     assert ask(other, OTHER, "2" * 32).taken
-    assert run_id(RunFolder(tmp_path / "run")) == "1" * 32
+    assert folders.run_id(RunFolder(tmp_path / "run")) == "1" * 32
     (tmp_path / "run" / "job.toml").touch()
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     close_all([first])
     answer = ask(other, OTHER, "2" * 32)
     assert answer.run == "1" * 32
     assert not answer.taken
-    assert run_id(RunFolder(tmp_path / "run")) == "1" * 32
+    assert folders.run_id(RunFolder(tmp_path / "run")) == "1" * 32
 
 
 def test_ids_and_terms_are_ours_or_none(folder):
-    assert not run_id(folder)
-    made = set_run_id(folder)
-    assert run_id(folder) == made
-    assert set_run_id(folder) != made
+    assert not folders.run_id(folder)
+    made = folders.set_run_id(folder)
+    assert folders.run_id(folder) == made
+    assert folders.set_run_id(folder) != made
     for junk in (b"", b"1", b"1 2 3", b"x y", b"\xff\xfe", b"../../x", b"a" * 4096, os.urandom(64)):
         (folder.ranks / "id").write_bytes(junk)
-        assert not run_id(folder)
+        assert not folders.run_id(folder)
         (folder.ranks / "term").write_bytes(junk)
-        assert read_term(folder.ranks) == Term()
-    assert advance_term(folder.ranks, Term(1)) == Term(1)
+        assert folders.read_term(folder.ranks) == folders.Term()
+    assert folders.advance_term(folder.ranks, folders.Term(1)) == folders.Term(1)
     assert (folder.ranks / "term").stat().st_mode & 0o777 == 0o600
 
 
 def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
-    assert not has_working_agents(folder.ranks, 0)
-    with agent_lock(folder.ranks, 1, 0):
-        assert not has_working_agents(folder.ranks, 0)
-        with agent_lock(folder.ranks, 0, 1):
-            assert has_working_agents(folder.ranks, 0)
-            assert not has_working_agents(folder.ranks, 1)
-    assert not has_working_agents(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
+    assert not folders.has_working_agents(folder.ranks, 0)
+    with folders.agent_lock(folder.ranks, 1, 0):
+        assert not folders.has_working_agents(folder.ranks, 0)
+        with folders.agent_lock(folder.ranks, 0, 1):
+            assert folders.has_working_agents(folder.ranks, 0)
+            assert not folders.has_working_agents(folder.ranks, 1)
+    assert not folders.has_working_agents(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
 
 
-TERMS = st.builds(Term, st.integers(0, 9), st.integers(0, 9))
+TERMS = st.builds(folders.Term, st.integers(0, 9), st.integers(0, 9))
 
 
 @settings(max_examples=20)
 @given(st.lists(TERMS, max_size=8))
 def test_the_highest_stands(wanted):
     with scratch("terms") as folder:
-        assert read_term(folder / "ranks") == Term()
+        assert folders.read_term(folder / "ranks") == folders.Term()
         for number, term in enumerate(wanted):
-            assert advance_term(folder / "ranks", term) == max(wanted[: number + 1])
-        assert read_term(folder / "ranks") == max([Term(), *wanted])
+            assert folders.advance_term(folder / "ranks", term) == max(wanted[: number + 1])
+        assert folders.read_term(folder / "ranks") == max([folders.Term(), *wanted])

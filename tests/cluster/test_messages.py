@@ -13,56 +13,34 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manyhands.cluster import messages
+from manyhands.cluster.agents import connection
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.connection import (
-    AgentConnection,
-    LinkClosed,
-    MisunderstoodError,
-    Wire,
-    close_all,
-    wait_for_links,
-)
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.machines import _start_process, open_local_agent
 from manyhands.cluster.agents.protocol import FilePiece, OpenRun, WorkerExited, WorkersEnded
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import (
-    VERSION,
-    Alive,
-    Call,
-    CallResult,
-    InvalidCallError,
-    MessageStream,
-    Misunderstood,
-    Reconnected,
-    Request,
-    RequestFailed,
-    call,
-    decode,
-    encode,
-    perform,
-)
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import SILENT_S
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
-HELLO = call(Agent.hello, FactsWanted(only=("name",)), True)
+HELLO = messages.call(Agent.hello, FactsWanted(only=("name",)), True)
 MESSAGES = (
-    Alive(),
-    Call("bind", {"address": "::1"}),
-    CallResult({"cores": 2, "load": [0.5, math.inf]}),
+    messages.Alive(),
+    messages.Call("bind", {"address": "::1"}),
+    messages.CallResult({"cores": 2, "load": [0.5, math.inf]}),
     WorkersEnded({0: {"status": "finished"}}, {1: -9}, {1: "the end"}, "n1", [RECORD]),
     WorkerExited(1, 2, "n2", RECORD),
     FilePiece("metrics.jsonl", "{}\n", 4),
-    RequestFailed("no", "n1", ("do this",)),
+    messages.RequestFailed("no", "n1", ("do this",)),
 )
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
-    line, lines = encode(message, 7), MessageStream()
+    line, lines = messages.encode(message, 7), messages.MessageStream()
     assert line.count(b"\n") == 1
     assert lines.take(line[:5]) == []
     assert lines.take(line[5:] + line[:9]) == [(7, message)]
@@ -70,7 +48,7 @@ def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
 
 
 def test_a_greeting_of_the_other_shell_is_no_message():
-    assert not any(map(decode, (b"", b"Welcome to n2!", b"[1, 2]", b"\xff")))
+    assert not any(map(messages.decode, (b"", b"Welcome to n2!", b"[1, 2]", b"\xff")))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +56,7 @@ def test_a_greeting_of_the_other_shell_is_no_message():
     [
         (b'{"v": 1', "a message can't be read"),
         (b'{"v": 1, "id": ' + b"9" * 50 + b"}", "a message can't be read"),
-        ({"v": VERSION + 1}, f"protocol version {VERSION + 1}, expected {VERSION}"),
+        ({"v": messages.VERSION + 1}, f"protocol version {messages.VERSION + 1}, expected {messages.VERSION}"),
         ({"v": None}, "version None"),
         ({"is": "Dance"}, "unknown message type 'Dance'"),
         ({"is": ["Call"]}, "unknown message type"),
@@ -91,9 +69,11 @@ def test_a_greeting_of_the_other_shell_is_no_message():
     ],
 )
 def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
-    sent = json.loads(encode(call(Agent.bind, "::1").call, 3))
-    number, message = decode(changed if isinstance(changed, bytes) else json.dumps({**sent, **changed}).encode())
-    assert (number, type(message)) == (0 if isinstance(changed, bytes) else 3, Misunderstood)
+    sent = json.loads(messages.encode(messages.call(Agent.bind, "::1").call, 3))
+    number, message = messages.decode(
+        changed if isinstance(changed, bytes) else json.dumps({**sent, **changed}).encode()
+    )
+    assert (number, type(message)) == (0 if isinstance(changed, bytes) else 3, messages.Misunderstood)
     assert said in message.what
     assert "install the same version of manyhands on all machines" in message.hints
 
@@ -113,29 +93,29 @@ def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
     ],
 )
 def test_only_remote_methods_are_called_and_with_arguments_that_fit(method, arguments, said):
-    with pytest.raises(InvalidCallError, match=re.escape(said)):
-        perform(Agent.__new__(Agent), Call(method, arguments))
+    with pytest.raises(messages.InvalidCallError, match=re.escape(said)):
+        messages.perform(Agent.__new__(Agent), messages.Call(method, arguments))
 
 
 @pytest.fixture
 def agent_here(tmp_path):
-    connection = open_local_agent(tmp_path / "agent.log")
-    yield connection
-    close_all([connection])
+    link = open_local_agent(tmp_path / "agent.log")
+    yield link
+    connection.close_all([link])
 
 
 def test_agent_refuses_unknown_messages_and_continues(agent_here, tmp_path):
-    agent_here.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
-    with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
+    agent_here.unsent += messages.encode(messages.Alive()).replace(f'"v": {messages.VERSION}'.encode(), b'"v": 0')
+    with pytest.raises(connection.MisunderstoodError, match="localhost: invalid message: protocol version 0"):
         agent_here.ask(HELLO, 30)
-    with pytest.raises(MisunderstoodError, match="localhost: invalid message: unknown method 'tick'"):
-        agent_here.ask(Request(Call("tick", {}), Agent.unlisten), 30)
+    with pytest.raises(connection.MisunderstoodError, match="localhost: invalid message: unknown method 'tick'"):
+        agent_here.ask(messages.Request(messages.Call("tick", {}), Agent.unlisten), 30)
     # A checkpoint that is only in the records isn't on the machine: they may be copies of another machine's.
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.job.write_text("")
     append(folder.events, Event(time=1.0, kind="saved", step=40))
-    opened = call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id"))
+    opened = messages.call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id"))
     assert agent_here.ask(opened, 30).saved == -1
     (folder.checkpoints / "step-00000030").mkdir(parents=True)
     assert agent_here.ask(opened, 30).saved == 30
@@ -145,12 +125,16 @@ def test_agent_of_another_version_is_distinguished_from_a_missing_one(tmp_path):
     said = '{"kind": "error", "id": 1, "what": "do"}'
     other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
     log = tmp_path / "log"
-    connection = AgentConnection(Machine("n2"), _start_process([sys.executable, "-c", other], log), log, here=False)
+    link = connection.AgentConnection(
+        Machine("n2"), _start_process([sys.executable, "-c", other], log), log, here=False
+    )
     try:
-        with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, expected {VERSION}"):
-            connection.ask(HELLO, 30)
+        with pytest.raises(
+            connection.MisunderstoodError, match=rf"n2: .* version unknown, expected {messages.VERSION}"
+        ):
+            link.ask(HELLO, 30)
     finally:
-        close_all([connection])
+        connection.close_all([link])
 
 
 # Stands in for ssh: the agent has one socket for its input and output, as sshd gives it.
@@ -183,10 +167,10 @@ def line(tmp_path):
     def connect(words):
         return _start_process([sys.executable, "-c", LINE, sys.executable, *words], log)
 
-    connection = AgentConnection(Machine("n2"), connect(AGENT), log, here=False)
-    connection.connect_again = connect
-    yield connection
-    close_all([connection])
+    link = connection.AgentConnection(Machine("n2"), connect(AGENT), log, here=False)
+    link.connect_again = connect
+    yield link
+    connection.close_all([link])
 
 
 def agent_of(line):
@@ -204,26 +188,28 @@ def test_link_resumes_over_a_new_connection_without_lost_or_repeated_messages(li
         told, until = [], time.monotonic() + 15
         while not (len(told) > 1 and line.connected and line.process is not before) and time.monotonic() < until:
             line.heartbeat()
-            for link in wait_for_links([line], 0.1):
+            for link in connection.wait_for_links([line], 0.1):
                 told += link.read()
-        assert [(answered, type(message)) for answered, message in told] == [(each, CallResult) for each in numbers]
+        assert [(answered, type(message)) for answered, message in told] == [
+            (each, messages.CallResult) for each in numbers
+        ]
         assert line.process is not before
     before = line.process
     threading.Timer(0.5, before.kill).start()  # while the agent imports torch, and hears nobody
-    assert line.ask(call(Agent.prepare_workers, 1, 1, "cpu"), 60) == ("cpu", 1)
+    assert line.ask(messages.call(Agent.prepare_workers, 1, 1, "cpu"), 60) == ("cpu", 1)
     assert line.process is not before
     assert agent.is_running()
-    close_all([line])
+    connection.close_all([line])
     agent.wait(10)  # its head has left, which is not a connection that was lost
 
 
 def test_a_message_that_begins_behind_the_word_of_reconnection_is_complete(line):
     """The agent sends both in one stream, which a read may end anywhere in."""
     agent_of(line)
-    message = encode(CallResult(7), 9)
+    message = messages.encode(messages.CallResult(7), 9)
     ours, theirs = os.pipe()
     before, line.fileno = line._lines.received, lambda: ours
-    for piece in (encode(Reconnected(0)) + message[:10], message[10:]):
+    for piece in (messages.encode(messages.Reconnected(0)) + message[:10], message[10:]):
         os.write(theirs, piece)
         os.set_blocking(ours, False)
         found = line.read()
@@ -233,7 +219,7 @@ def test_a_message_that_begins_behind_the_word_of_reconnection_is_complete(line)
 
 
 def test_a_forked_worker_holds_no_socket_of_its_agents_connection(tmp_path):
-    wire = Wire(1)
+    wire = connection.Wire(1)
     wire.listen(tmp_path)
     wire._passed_by, _ = sockets = socket.socketpair()
     held = [wire._listener.fileno(), wire._passed_by.fileno()]
@@ -247,7 +233,7 @@ def test_a_forked_worker_holds_no_socket_of_its_agents_connection(tmp_path):
 def test_an_agent_that_has_ended_is_not_waited_for(line):
     agent_of(line).kill()
     began = time.monotonic()
-    with pytest.raises(LinkClosed, match="n2 is lost"):
+    with pytest.raises(connection.LinkClosed, match="n2 is lost"):
         line.ask(HELLO, 30)
     assert time.monotonic() - began < 10
 

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.cluster.hosts import this_process
 from manyhands.cluster.hosts.formats import slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine, Rendezvous
-from manyhands.cluster.hosts.this_process import (
-    decide_from_cluster,
-    decide_launch,
-    find_machine,
-    is_local_name,
-    reachable_address,
-)
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
@@ -50,7 +44,7 @@ MVAPICH = {f"MV2_COMM_WORLD_{key}": value for key, value in
 
 def member(environment, **options):
     """The membership that comes of variables and options."""
-    found = decide_launch(ClusterOptions(**options), environment)
+    found = this_process.decide_launch(ClusterOptions(**options), environment)
     assert found.process_info
     return found.process_info, found.origins
 
@@ -115,7 +109,7 @@ def test_every_mpi_has_its_variables(environment, name, place):
     [({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 0), (ONE_TASK, 0), (step(0, (1,)), 2), (BATCH, 3), (INTERACTIVE, 3)],
 )
 def test_what_is_no_launcher_leaves_this_machine_alone(environment, processes):
-    found = decide_launch(ClusterOptions(processes=processes), environment)
+    found = this_process.decide_launch(ClusterOptions(processes=processes), environment)
     assert (found.process_info, found.processes) == (None, processes)
 
 
@@ -136,7 +130,7 @@ def test_what_is_no_launcher_leaves_this_machine_alone(environment, processes):
 )  # fmt: skip
 def test_variables_that_say_no_place_are_refused(environment, said):
     with pytest.raises(UserError, match=said):
-        decide_launch(ClusterOptions(), environment)
+        this_process.decide_launch(ClusterOptions(), environment)
 
 
 FLAGS = {"init": "tcp://10.0.0.1:5", "rank": 0, "world_size": 2}
@@ -163,37 +157,39 @@ def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
     outer = [address for address in reachable_addresses() if ":" not in address] or reachable_addresses()
     loopback = {entry[4][0] for entry in socket.getaddrinfo(HERE, 1)} <= {"127.0.0.1", "127.0.1.1", "::1"}
     if not loopback:
-        assert reachable_address(HERE) == HERE
+        assert this_process.reachable_address(HERE) == HERE
     elif len(outer) == 1:
-        assert reachable_address(HERE) == outer[0]
+        assert this_process.reachable_address(HERE) == outer[0]
     else:
         with pytest.raises(UserError, match="/etc/hosts"):
-            reachable_address(HERE)
-    assert reachable_address("192.0.2.77") == "192.0.2.77"
+            this_process.reachable_address(HERE)
+    assert this_process.reachable_address("192.0.2.77") == "192.0.2.77"
 
 
 def test_this_machine_finds_itself():
-    assert is_local_name(HERE, local_addresses())
-    assert is_local_name("127.0.0.1", local_addresses())
+    assert this_process.is_local_name(HERE, local_addresses())
+    assert this_process.is_local_name("127.0.0.1", local_addresses())
     others = (Machine("192.0.2.77", 2), Machine(f"user@{HERE}", 4))
-    assert find_machine(Cluster(others)) == 1
-    assert find_machine(Cluster(others, machine=0)) == 0
+    assert this_process.find_machine(Cluster(others)) == 1
+    assert this_process.find_machine(Cluster(others, machine=0)) == 0
     with pytest.raises(UserError, match="not in the list of machines"):
-        find_machine(Cluster(others[:1]))
+        this_process.find_machine(Cluster(others[:1]))
     with pytest.raises(UserError, match="2 times"):
-        find_machine(Cluster((Machine(HERE), Machine("127.0.0.1"))))
+        this_process.find_machine(Cluster((Machine(HERE), Machine("127.0.0.1"))))
 
 
 def test_a_described_machine_meets_the_others():
     cluster = Cluster((Machine("192.0.2.77", 2), Machine(HERE, 3, (4, 5, 6))), master_port=2222)
-    found = decide_from_cluster(cluster, "--cluster x", ClusterOptions(processes=9), {})
+    found = this_process.decide_from_cluster(cluster, "--cluster x", ClusterOptions(processes=9), {})
     rendezvous, origins = found.rendezvous, found.origins
     assert rendezvous == Rendezvous((2, 3), 1, "192.0.2.77", 2222, (4, 5, 6))
     assert origins["overridden"] == "-n 9"
     unsized = Cluster((Machine("192.0.2.77"), Machine(HERE)))
-    rendezvous = decide_from_cluster(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"}).rendezvous
+    rendezvous = this_process.decide_from_cluster(
+        unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"}
+    ).rendezvous
     assert (rendezvous.sizes, rendezvous.port) == ((2, 2), 77)
-    assert decide_from_cluster(unsized, "x", ClusterOptions(), {}).rendezvous.port == 29500
+    assert this_process.decide_from_cluster(unsized, "x", ClusterOptions(), {}).rendezvous.port == 29500
 
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}

@@ -9,17 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.agents import heartbeats
+from manyhands.cluster.agents import heartbeats, protocol
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _log_tail
-from manyhands.cluster.agents.protocol import (
-    HeadReplaced,
-    Orders,
-    WorkerCommand,
-    WorkerExited,
-    WorkersEnded,
-    WorkersStarted,
-)
 from manyhands.cluster.agents.supervise import WatchHooks, _LauncherState, supervise_once
 from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
@@ -66,7 +58,7 @@ def test_a_failure_is_said_as_soon_as_its_agent_knows(said, told):
     heard = []
     head = _LauncherState([], WatchHooks(on_warning=heard.append))
     for _ in range(2):
-        head._report_exit(WorkerExited(rank=1, host="n2", **said))
+        head._report_exit(protocol.WorkerExited(rank=1, host="n2", **said))
     assert heard == ([told] if told else [])
 
 
@@ -92,11 +84,11 @@ def test_after_another_launcher_has_stopped_the_run_the_next_ctrl_c_ends_it(sign
     *before, last = signals
     for number, requests in enumerate(before):
         if number == len(before) - 1:
-            head._handle_message(line, HeadReplaced())
+            head._handle_message(line, protocol.HeadReplaced())
         head.forward_stops(requests)
-    assert line.sent == [WorkerCommand("stop")]
+    assert line.sent == [protocol.WorkerCommand("stop")]
     head.forward_stops(last)
-    assert line.sent == [WorkerCommand("stop"), WorkerCommand("kill")]
+    assert line.sent == [protocol.WorkerCommand("stop"), protocol.WorkerCommand("kill")]
     assert head.ending.interrupted == 2
     assert "press Ctrl-C again" in shown
 
@@ -105,7 +97,7 @@ def test_last_words_are_of_this_start(tmp_path):
     (tmp_path / "1.log").write_bytes(b"of an earlier start\n" + b"now \xff\n" * 20)
 
     class Started:
-        _orders = Orders({}, str(tmp_path), Rendezvous((2,)))
+        _orders = protocol.Orders({}, str(tmp_path), Rendezvous((2,)))
         log_starts = {1: 20}  # noqa: RUF012 - nobody changes it
 
     words = _log_tail(Started(), 1).splitlines()
@@ -140,7 +132,7 @@ def test_dead_machine_is_named_on_a_stop_and_a_second_interrupt_ends_at_once(tmp
 
     ticks = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
     watch = WatchHooks(lambda: next(ticks, lambda: None)(), on_warning=tell)
-    ending = supervise_once({link: Orders({}, str(tmp_path), Rendezvous((2,)))}, watch)
+    ending = supervise_once({link: protocol.Orders({}, str(tmp_path), Rendezvous((2,)))}, watch)
     assert ending.interrupted
     assert list(ending.lost) == ["n2"]
     [(after_s, said)] = heard
@@ -169,11 +161,11 @@ def said(tmp_path, *messages):
 def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_others_are_waited_for(tmp_path):
     """It is needed for the next start, and would take its head's silence for its end."""
     heard = tmp_path / "heard"
-    ended = said(tmp_path, WorkersStarted(0, [1]), WorkersEnded(failed={0: -9}, host="n2"))
+    ended = said(tmp_path, protocol.WorkersStarted(0, [1]), protocol.WorkersEnded(failed={0: -9}, host="n2"))
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
     told = []
     watch = WatchHooks(recovers=True, on_warning=told.append)
-    ending = supervise_once(dict.fromkeys(links, Orders({}, str(tmp_path), Rendezvous((1, 1)))), watch)
+    ending = supervise_once(dict.fromkeys(links, protocol.Orders({}, str(tmp_path), Rendezvous((1, 1)))), watch)
     assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}
     assert list(ending.lost) == ["n1"]
@@ -183,7 +175,7 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
 
 
 def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_up(tmp_path):
-    link = spoken_by(tmp_path, "n2", f"{said(tmp_path, WorkersStarted(0, [1]))}; exec cat")
+    link = spoken_by(tmp_path, "n2", f"{said(tmp_path, protocol.WorkersStarted(0, [1]))}; exec cat")
     head = _LauncherState([link], WatchHooks())
     while not head._started:
         head.receive_messages(link)

@@ -10,22 +10,8 @@ import pytest
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
-from manyhands.core import records
+from manyhands.core import files, records
 from manyhands.core.errors import UserError
-from manyhands.core.files import (
-    UnreadableError,
-    decode_text,
-    locked,
-    open_file,
-    parse_json,
-    parse_toml,
-    parse_yaml,
-    private_files,
-    read_bytes,
-    read_object,
-    replaced_on_success,
-    usual_umask,
-)
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo
@@ -41,12 +27,12 @@ JSON_TEXTS += (f'"{"[" * DEEP}"',)
 
 def test_json_is_what_pythons_reader_makes_of_it_but_halves_of_characters_can_be_shown():
     for text in JSON_TEXTS:
-        assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
-    assert parse_json('["\\ud800", "\\udfffx", "a\\\\ud800"]') == ["?", "?x", "a\\ud800"]
-    with pytest.raises(UnreadableError, match='"a" is given twice'):
-        parse_json('{"a": 1, "b": 1, "a": 2}', once_each=True)
+        assert files.parse_json(text) == files.parse_json(text.encode()) == json.loads(text)
+    assert files.parse_json('["\\ud800", "\\udfffx", "a\\\\ud800"]') == ["?", "?x", "a\\ud800"]
+    with pytest.raises(files.UnreadableError, match='"a" is given twice'):
+        files.parse_json('{"a": 1, "b": 1, "a": 2}', once_each=True)
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
-        assert decode_text("名字 = 1".encode(encoding)) == "名字 = 1"
+        assert files.decode_text("名字 = 1".encode(encoding)) == "名字 = 1"
 
 
 ALIASES = "a0: &a0 {k: v}\n" + "".join(f"a{n + 1}: &a{n + 1}\n  <<: [*a{n}, *a{n}]\n" for n in range(12))
@@ -55,25 +41,25 @@ ALIASES = "a0: &a0 {k: v}\n" + "".join(f"a{n + 1}: &a{n + 1}\n  <<: [*a{n}, *a{n
 @pytest.mark.parametrize(
     ("parse", "text", "said"),
     [
-        (parse_json, "[" * DEEP, "too deep"),
-        (parse_json, "9" * 5_000, "40 digits"),
-        (parse_json, "1e999", "exceeds the range"),
-        (parse_json, "[1,", "line 1"),
-        (parse_toml, "a = " + "[" * DEEP, "too deep"),
-        (parse_toml, "a = 1\nb\n", "line 2"),
-        (parse_toml, "a = 1\n" * 300_000, "1 MiB"),
-        (parse_yaml, "[" * DEEP, "too deep"),
-        (parse_yaml, "a: " + "9" * 5_000, "digits"),
-        (parse_yaml, "a: !!python/object:os.system x", "line 1"),
-        (parse_yaml, "a: 2001-99-99", "can't be read"),
-        (parse_yaml, "{[1]: 2}", "line 1"),
-        (parse_yaml, "x" * 200_000, "128 KiB"),
-        (parse_yaml, ALIASES, "line 3: .*alias"),
-        (decode_text, "a = 1\nb = '猫和狗'".encode("gbk"), "line 2 is not UTF-8, but may be GBK"),
+        (files.parse_json, "[" * DEEP, "too deep"),
+        (files.parse_json, "9" * 5_000, "40 digits"),
+        (files.parse_json, "1e999", "exceeds the range"),
+        (files.parse_json, "[1,", "line 1"),
+        (files.parse_toml, "a = " + "[" * DEEP, "too deep"),
+        (files.parse_toml, "a = 1\nb\n", "line 2"),
+        (files.parse_toml, "a = 1\n" * 300_000, "1 MiB"),
+        (files.parse_yaml, "[" * DEEP, "too deep"),
+        (files.parse_yaml, "a: " + "9" * 5_000, "digits"),
+        (files.parse_yaml, "a: !!python/object:os.system x", "line 1"),
+        (files.parse_yaml, "a: 2001-99-99", "can't be read"),
+        (files.parse_yaml, "{[1]: 2}", "line 1"),
+        (files.parse_yaml, "x" * 200_000, "128 KiB"),
+        (files.parse_yaml, ALIASES, "line 3: .*alias"),
+        (files.decode_text, "a = 1\nb = '猫和狗'".encode("gbk"), "line 2 is not UTF-8, but may be GBK"),
     ],
 )
 def test_text_that_is_too_much_or_none_of_its_kind_says_so(parse, text, said):
-    with pytest.raises(UnreadableError, match=said):
+    with pytest.raises(files.UnreadableError, match=said):
         parse(text)
 
 
@@ -98,10 +84,10 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero")):
-        with pytest.raises(UnreadableError, match=r"pipe|device"):
-            read_bytes(path)
-        with pytest.raises(UnreadableError, match=r"pipe|device"):
-            open_file(path)
+        with pytest.raises(files.UnreadableError, match=r"pipe|device"):
+            files.read_bytes(path)
+        with pytest.raises(files.UnreadableError, match=r"pipe|device"):
+            files.open_file(path)
     with pytest.raises(UserError, match="device"):
         load_job({}, file=path, environment={})
     with pytest.raises(UserError, match="pipe"):
@@ -125,16 +111,16 @@ def test_something_else_in_the_place_of_a_runs_files_is_said(tmp_path, monkeypat
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"b": "' + "x" * 3_000 + '"}\n{"c": 1}\n')
     monkeypatch.setattr(records, "MOST_BYTES", 1_000)
     assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"a": 1}]
-    with pytest.raises(UnreadableError, match="exceeds the limit"):
-        read_bytes(tmp_path / "metrics.jsonl", 4)
-    assert read_object(tmp_path / "nothing") is None
+    with pytest.raises(files.UnreadableError, match="exceeds the limit"):
+        files.read_bytes(tmp_path / "metrics.jsonl", 4)
+    assert files.read_object(tmp_path / "nothing") is None
 
 
 def test_two_that_write_one_file_at_a_time_do_not_write_into_each_other(tmp_path):
     file = tmp_path / "file"
-    with replaced_on_success(file) as one:
+    with files.replaced_on_success(file) as one:
         one.write_text("first")
-        with replaced_on_success(file) as other:
+        with files.replaced_on_success(file) as other:
             other.write_text("second")
         assert file.read_text() == "second"
     assert file.read_text() == "first"
@@ -153,17 +139,17 @@ def mode(path):
 
 
 def test_what_is_shared_keeps_the_users_own_permissions(usual, tmp_path):
-    with private_files():
+    with files.private_files():
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "file").touch()
-        assert usual_umask() == 0o022
+        assert files.usual_umask() == 0o022
         cached = tmp_path / "cache" / "file"
-        with locked(cached), replaced_on_success(cached) as part:
+        with files.locked(cached), files.replaced_on_success(cached) as part:
             part.touch()
     (tmp_path / "after").touch()
     assert [mode(tmp_path / "run"), mode(tmp_path / "run" / "file")] == [0o700, 0o600]
     assert [mode(cached.parent), mode(cached), mode(tmp_path / "after")] == [0o755, 0o644, 0o644]
-    assert usual_umask() == -1
+    assert files.usual_umask() == -1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -178,4 +164,4 @@ def test_every_rank_that_takes_part_by_hand_writes_for_its_user_alone(usual, ran
     monkeypatch.setattr(entry, "run_training", train_here)
     train.train_in_process(Job(), ProcessInfo(rank=rank, size=2, started_by="--init"), quiet=True, objects=None)
     assert mode(tmp_path / "theirs") == 0o700
-    assert usual_umask() == -1
+    assert files.usual_umask() == -1

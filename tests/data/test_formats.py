@@ -17,13 +17,7 @@ from tests.data.sets import write_idx, write_mnist
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.data.datasets.published import (
-    read_cifar_files,
-    read_cifar_names,
-    read_cifar_split,
-    read_idx,
-    read_mnist_split,
-)
+from manyhands.data.datasets import published
 from manyhands.data.known import CifarForm, find_choice, recognize_data_set
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
@@ -52,15 +46,15 @@ def test_idx_files_that_are_cut_anywhere_or_changed_are_refused_or_read_as_they_
     file = zipped(path, packed)
     write_idx(file, values(3, 4, 4))
     whole = file.read_bytes()
-    assert torch.equal(read_idx(file, 3), values(3, 4, 4))
+    assert torch.equal(published.read_idx(file, 3), values(3, 4, 4))
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
         with pytest.raises(UserError, match="x"):
-            read_idx(file, 3)
+            published.read_idx(file, 3)
         if length < (len(whole) if packed else 16):  # no pixel of the plain one, which has no checksum
             file.write_bytes(whole[:length] + bytes([whole[length] ^ 0x55]) + whole[length + 1 :])
             with contextlib.suppress(UserError):
-                assert torch.equal(read_idx(file, 3), values(3, 4, 4))  # gzip's date and the like may differ
+                assert torch.equal(published.read_idx(file, 3), values(3, 4, 4))  # gzip's date and the like may differ
 
 
 def test_idx_says_what_it_expected_and_found(tmp_path):
@@ -71,11 +65,11 @@ def test_idx_says_what_it_expected_and_found(tmp_path):
     (tmp_path / "longer").write_bytes(path.read_bytes() + b"x")
     (tmp_path / "longer.gz").write_bytes(gzip.compress(path.read_bytes()) + gzip.compress(b"x"))
     for read, sentence in (
-        (lambda: read_idx(path, 1), r"expected an IDX file .first bytes 00 00 08 01., found 00 00 08 03"),
-        (lambda: read_idx(tmp_path / "longer", 3), r"expected 48 values .3 x 4 x 4., found more"),
-        (lambda: read_idx(tmp_path / "longer.gz", 3), "found more"),  # a second member
-        (lambda: read_mnist_split(path, tmp_path / "two", 10), "3 pictures and two 2 labels"),
-        (lambda: read_mnist_split(path, tmp_path / "wrong", 10), "sample 2 is 11, but there are 10 classes"),
+        (lambda: published.read_idx(path, 1), r"expected an IDX file .first bytes 00 00 08 01., found 00 00 08 03"),
+        (lambda: published.read_idx(tmp_path / "longer", 3), r"expected 48 values .3 x 4 x 4., found more"),
+        (lambda: published.read_idx(tmp_path / "longer.gz", 3), "found more"),  # a second member
+        (lambda: published.read_mnist_split(path, tmp_path / "two", 10), "3 pictures and two 2 labels"),
+        (lambda: published.read_mnist_split(path, tmp_path / "wrong", 10), "sample 2 is 11, but there are 10 classes"),
     ):
         with pytest.raises(UserError, match=sentence):
             read()
@@ -83,7 +77,7 @@ def test_idx_says_what_it_expected_and_found(tmp_path):
 
 def read_cifar(content, form=PYTHON, classes=10):
     """Reads one file, called a."""
-    return read_cifar_split({"a": content}, ("a",), form, classes)
+    return published.read_cifar_split({"a": content}, ("a",), form, classes)
 
 
 def records(*labels, seed=0):
@@ -93,7 +87,7 @@ def records(*labels, seed=0):
 
 def test_cifar_records_and_pickles_are_read():
     files = {"a.bin": records((1,), (2,)), "b.bin": records((9,), seed=1)}
-    split = read_cifar_split(files, ("a.bin", "b.bin"), BINARY, 10)
+    split = published.read_cifar_split(files, ("a.bin", "b.bin"), BINARY, 10)
     assert split.labels.tolist() == [1, 2, 9]
     assert torch.equal(split.images.view(3, -1), torch.cat([values(2, 3072), values(1, 3072, seed=1)]))
     assert read_cifar(records((3, 77)), FINE, 100).labels.tolist() == [77]
@@ -101,7 +95,10 @@ def test_cifar_records_and_pickles_are_read():
         split = read_cifar(batch(protocol))
         assert split.labels.tolist() == [3, 4]
         assert torch.equal(split.images.view(2, -1), values(2, 3072))
-        assert read_cifar_names(pickle.dumps({"label_names": ["cat", "dog"]}, protocol), PYTHON) == ("cat", "dog")
+        assert published.read_cifar_names(pickle.dumps({"label_names": ["cat", "dog"]}, protocol), PYTHON) == (
+            "cat",
+            "dog",
+        )
 
 
 def batch(protocol=2, **change):
@@ -199,7 +196,7 @@ def test_a_cifar_file_of_another_size_is_refused_before_it_is_read(tmp_path):
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 30)  # a hole, which takes no room on the disk
     with pytest.raises(UserError, match=r"a\.bin has 1,073,741,824 bytes"):
-        read_cifar_files(tmp_path, layout)
+        published.read_cifar_files(tmp_path, layout)
 
 
 # A folder that holds a known set's published files is that set, however it is named.

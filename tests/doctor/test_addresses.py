@@ -5,16 +5,8 @@ import ipaddress
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from manyhands.cluster.doctor import survey
 from manyhands.cluster.doctor.findings import Attempt
-from manyhands.cluster.doctor.survey import (
-    MOST_ROUNDS,
-    MOST_TRIED,
-    choose_addresses,
-    connections_to_try,
-    link_penalty,
-    local_candidates,
-    pair_rounds,
-)
 
 NAMES = ("eth0", "eno1", "enp3s0", "docker0", "br-1a2b", "wg0", "tailscale0", "virbr0", "ib0", "lo")
 HOSTS = ("a", "b", "c", "d")
@@ -40,7 +32,9 @@ interfaces = st.lists(made, max_size=4, unique_by=lambda one: one["name"])
 def reached(facts, result=lambda: "ok"):
     """For each ordered pair what became of the attempts at each address."""
     pairs = [(one, two) for one in facts for two in facts if one != two]
-    return {pair: tuple(Attempt(address, result()) for address in local_candidates(facts[pair[1]])) for pair in pairs}
+    return {
+        pair: tuple(Attempt(address, result()) for address in survey.local_candidates(facts[pair[1]])) for pair in pairs
+    }
 
 
 @st.composite
@@ -54,7 +48,7 @@ def clusters(draw):
 def reached_by_all(facts, reach, host):
     """A machine's addresses that every other one reached."""
     others = [reach[other, host] for other in facts if other != host]
-    own = local_candidates(facts[host])
+    own = survey.local_candidates(facts[host])
     return [a for a in own if all(any(t.address == a and t.result == "ok" for t in tries) for tries in others)]
 
 
@@ -70,8 +64,8 @@ ON_TWO = {"interfaces": [interface("docker0", "10.0.0.1/24"), interface("eth0", 
 def test_the_chosen_address_is_the_machines_own_reached_by_all_and_the_best_of_these(cluster):
     """IPv4 where all have it; bridges of containers only where nothing else works; whatever the machines' order is."""
     facts, reach = cluster
-    chosen = choose_addresses(facts, reach)
-    assert choose_addresses(dict(reversed(facts.items())), reach) == chosen
+    chosen = survey.choose_addresses(facts, reach)
+    assert survey.choose_addresses(dict(reversed(facts.items())), reach) == chosen
     usable = {host: found for host in facts if (found := reached_by_all(facts, reach, host))}
     assert set(chosen) == set(usable)
     fours = all(any("." in address for address in found) for found in usable.values())
@@ -83,7 +77,9 @@ def test_the_chosen_address_is_the_machines_own_reached_by_all_and_the_best_of_t
         assert any(one["name"] == name and address in addresses_on(one) for one in on)
         assert ("." in address) == fours or (not fours and not sixes)
         alike = {a for a in usable[host] if (":" in a) == (":" in address)}
-        assert link_penalty(name) == min(link_penalty(one["name"]) for one in on if alike & addresses_on(one))
+        assert survey.link_penalty(name) == min(
+            survey.link_penalty(one["name"]) for one in on if alike & addresses_on(one)
+        )
 
 
 def test_the_subnet_that_all_share_wins_over_a_faster_interface_of_one_and_private_over_public():
@@ -93,9 +89,9 @@ def test_the_subnet_that_all_share_wins_over_a_faster_interface_of_one_and_priva
     facts["b"]["interfaces"].insert(0, interface("eth1", "10.9.0.1/24", speed=100_000))
     facts["c"]["interfaces"].insert(0, interface("eth2", "8.8.8.3/24"))
     chosen = {"a": ("eth0", "10.0.0.1"), "b": ("eth0", "10.0.0.2"), "c": ("eth0", "10.0.0.3")}
-    assert choose_addresses(facts, reached(facts)) == chosen
+    assert survey.choose_addresses(facts, reached(facts)) == chosen
     del facts["b"]
-    assert choose_addresses(facts, reached(facts)) == {host: chosen[host] for host in "ac"}
+    assert survey.choose_addresses(facts, reached(facts)) == {host: chosen[host] for host in "ac"}
 
 
 hosts = st.integers(0, 20).map(lambda count: [f"n{number}" for number in range(count)])
@@ -103,9 +99,9 @@ hosts = st.integers(0, 20).map(lambda count: [f"n{number}" for number in range(c
 
 @given(hosts, st.integers(0, 8))
 def test_each_ordered_pair_meets_once_nobody_is_in_two_pairs_of_a_round_and_rounds_are_few(names, most):
-    met = [pair for pairs in pair_rounds(names) for pair in pairs]
+    met = [pair for pairs in survey.pair_rounds(names) for pair in pairs]
     assert sorted(met) == sorted((one, two) for one in names for two in names if one != two)
-    played = pair_rounds(names, most)
+    played = survey.pair_rounds(names, most)
     assert len(played) <= (most or 2 * len(names))
     assert all(played)
     for pairs in played:
@@ -115,19 +111,19 @@ def test_each_ordered_pair_meets_once_nobody_is_in_two_pairs_of_a_round_and_roun
 
 @settings(max_examples=12)
 @given(st.integers(1, 150))
-@example(MOST_TRIED // 2)
-@example(MOST_TRIED + 2)
+@example(survey.MOST_TRIED // 2)
+@example(survey.MOST_TRIED + 2)
 def test_machines_try_all_others_or_of_many_some_and_the_first(count):
     """A thousand machines don't try a million ways; what is measured was tried; what holds all together is."""
     names = [f"n{number}" for number in range(count)]
-    tried = connections_to_try(names)
+    tried = survey.connections_to_try(names)
     pairs = {(host, other) for host, others in tried.items() for other in others}
     assert list(tried) == names
     assert all(len(others) == len(set(others) - {host}) for host, others in tried.items())
-    assert all(len(others) <= min(count - 1, MOST_TRIED) for others in tried.values())
+    assert all(len(others) <= min(count - 1, survey.MOST_TRIED) for others in tried.values())
     assert {(host, names[0]) for host in names[1:]} <= pairs
-    assert {pair for pairs in pair_rounds(names, MOST_ROUNDS) for pair in pairs} <= pairs
+    assert {pair for pairs in survey.pair_rounds(names, survey.MOST_ROUNDS) for pair in pairs} <= pairs
     reached = {name: sum(other == name for _, other in pairs) for name in names}
-    assert all(times >= min(count - 1, MOST_TRIED // 2 - 1) for times in reached.values())
-    if count <= MOST_TRIED // 2:
+    assert all(times >= min(count - 1, survey.MOST_TRIED // 2 - 1) for times in reached.values())
+    if count <= survey.MOST_TRIED // 2:
         assert len(pairs) == count * (count - 1)

@@ -18,25 +18,8 @@ import manyhands
 from manyhands.core.records import read_lines
 from manyhands.report import summary
 from manyhands.report.read import read_run
-from tests.e2e.command import (
-    NETS,
-    PATIENCE_S,
-    QUICKLY,
-    assert_one_screen,
-    begin,
-    done,
-    events,
-    final_weights,
-    finish,
-    inside,
-    read,
-    refused,
-    shell,
-    start,
-    stop,
-    training,
-    wait_until,
-)
+from tests.e2e import command
+from tests.e2e.command import NETS, QUICKLY, begin, done, events, finish, read, start, stop, training, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 LONG = f"{QUICKLY} --epochs 3 --out run"
@@ -45,7 +28,7 @@ CONSEQUENCES = ("closed by peer", "reset by peer", "Timed out", "recvBytes", "gl
 
 
 def why(*flags):
-    return done("why run", *flags, by=inside).out
+    return done("why run", *flags, by=command.inside).out
 
 
 def named(*causes):
@@ -61,7 +44,7 @@ def named(*causes):
 def failed(fault, *more):
     """A run on two processes whose network fails."""
     ended = done(f"train digits {NETS}:{fault} -n 2", *more, LONG, code=1)
-    assert_one_screen(ended.err)
+    command.assert_one_screen(ended.err)
     assert not any(word in ended.err for word in CONSEQUENCES), ended.err
     found = json.loads(why("--json"))
     assert found["state"] == "failed"
@@ -92,7 +75,7 @@ def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
     assert [one["step"] for one in events("run", "left-out")] == [6, 7]
     assert not events("run", "restarted")
     # What was trained before is saved, and is well.
-    assert all(tensor.isfinite().all() for tensor in final_weights("run").values())
+    assert all(tensor.isfinite().all() for tensor in command.final_weights("run").values())
     cause = r"why: rank \d .*the loss is not finite: the output of the network is NaN"
     named("run failed after", cause, "the last 3")
 
@@ -132,7 +115,7 @@ def test_run_continues_on_a_full_disk_and_its_records_are_complete_afterwards(sm
 
 def test_a_start_on_a_full_disk_is_one_screen(small_disk, fill):
     fill(small_disk)
-    refused(UNTIL_FULL, "--out", small_disk / "run", says="No space left")
+    command.refused(UNTIL_FULL, "--out", small_disk / "run", says="No space left")
 
 
 def loop(options, processes):
@@ -160,7 +143,7 @@ def test_all_ranks_of_a_session_report_the_first_cause(kept):
     for one in started:
         one.start()
     for one in started:
-        one.join(PATIENCE_S)
+        one.join(command.PATIENCE_S)
     assert [one.exitcode for one in started] == [1] * processes
     *others, failed = [Path(f"{rank}.err").read_text() for rank in range(processes)]
     assert 'raise KeyError("the user\'s own mistake")' in failed
@@ -258,6 +241,6 @@ def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, 
     job = f"train synthetic:1000x1x8x8x10 {NETS}:Starved --batch 50 --epochs 3 -n 2 --out run {QUICKLY}"
     # Agent and workers follow the command into the cgroup.
     line = f"echo $$ >{little_memory}/cgroup.procs && exec manyhands {job}"
-    finish(shell(line, FAULT_MARKER=str(here / "marker"), FAULT_CALL="12"), code=0)
+    finish(command.shell(line, FAULT_MARKER=str(here / "marker"), FAULT_CALL="12"), code=0)
     named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): restarting from step")
     assert "or reduce train.micro_batch" in read("run/ranks/failures/start-0/1.json")["hints"]

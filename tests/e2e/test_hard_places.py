@@ -15,24 +15,8 @@ from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.recovery import RestartPolicy
 from manyhands.train.saver import best_save_interval
 from tests.data.sets import make
-from tests.e2e.command import (
-    NETS,
-    QUICKLY,
-    assert_equal_weights,
-    assert_one_screen,
-    begin,
-    done,
-    events,
-    final_weights,
-    finish,
-    inside,
-    marked,
-    shell,
-    start,
-    stop,
-    training,
-    wait_until,
-)
+from tests.e2e import command
+from tests.e2e.command import NETS, QUICKLY, done, events, final_weights, finish, marked, start, training, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 FAULTS = Path(__file__).with_name("faults.py")
@@ -115,7 +99,7 @@ def begin_fault(here, place, options, rank, how="SIGKILL"):
     """A run that something befalls once."""
     fault = {"FAULT_AT": place, "FAULT_RANK": str(rank), "FAULT_STEP": "7", "FAULT_HOW": how}
     here.mkdir(exist_ok=True)
-    return begin(JOB, options, "-n 2 --out", here / "run", FAULT_MARKER=str(here / "marker"), **fault)
+    return command.begin(JOB, options, "-n 2 --out", here / "run", FAULT_MARKER=str(here / "marker"), **fault)
 
 
 def found_after(here, ended):
@@ -147,7 +131,7 @@ def test_one_of_several_launchers_is_obeyed_in_a_new_and_in_an_active_run():
         for refused in ended.values():
             assert refused.code == 2
             assert "manyhands: a run is active in run\n" in refused.err
-            assert_one_screen(refused.err)
+            command.assert_one_screen(refused.err)
 
 
 def workers_of(process):
@@ -180,10 +164,10 @@ def test_loader_processes_of_earlier_starts_leave_nothing(here, request):
             workers_of(process)[number % 2].kill()
             wait_until(lambda those=ours: not any(one.is_running() for one in those), process)
         wait_until(lambda: len(events("run", "resumed")) == kills, process)
-        why = done("why run", by=inside).out
+        why = done("why run", by=command.inside).out
         assert f"done: {kills} restarts in all; the last 3:" in why
         assert why.count("done: restarted (") == 3
-        stop(process)
+        command.stop(process)
     assert max(open_files) <= open_files[0] + 20, open_files  # a start has some twenty
     shared = [one.name for one in Path("/dev/shm").iterdir() if pids & set(map(int, re.findall(r"\d+", one.name)))]
     assert not shared
@@ -215,7 +199,7 @@ def test_a_run_folder_moved_or_deleted_while_training_costs_no_update(every, wha
 def test_too_few_open_files_are_refused_in_one_sentence():
     """tests/cluster/test_process_settings.py has limits that can be raised."""
     line = f"ulimit -n 18; exec manyhands train digits mlp --epochs 1 -n 1 {QUICKLY}"
-    assert_one_screen(finish(shell(line), code=2, says="but the limit is 18").err)
+    command.assert_one_screen(finish(command.shell(line), code=2, says="but the limit is 18").err)
 
 
 THOUSAND = "train synthetic:1000x1x8x8x10"
@@ -236,7 +220,7 @@ def test_a_killed_process_is_replaced_and_costs_no_update(here, fault):
     assert resumed["step"] == again["step"] > 7
     done(ONCE, "2 --out whole", **fault)
     assert not events("whole", "restarted")
-    assert_equal_weights(final_weights("run"), final_weights("whole"))
+    command.assert_equal_weights(final_weights("run"), final_weights("whole"))
     assert "WARNING rank 1 was killed by SIGKILL: restarting from step" in ended.err
     assert not marked(str(here))
     # How often to save is weighed anew after the kill.
@@ -245,7 +229,7 @@ def test_a_killed_process_is_replaced_and_costs_no_update(here, fault):
     assert weighed["between_failures_s"] < quiet["between_failures_s"] / 10
     best = best_save_interval(weighed["save_s"], weighed["between_failures_s"])
     assert weighed["seconds"] == pytest.approx(best, rel=0.01)
-    told, *_, last = done("why run", by=inside).out.partition("done: ")
+    told, *_, last = done("why run", by=command.inside).out.partition("done: ")
     assert told.startswith("run finished after")
     assert "why:" not in told
     assert re.match(r"restarted .*rank 1 was killed by SIGKILL: restarting from step", last)
@@ -266,7 +250,7 @@ def test_stop_between_two_starts_reports_the_step_to_resume_from(here, fault, mo
     stopped = done(ONCE, "2 --out run", code=75, **fault)
     assert "stopped while no process was training; the last checkpoint is step" in stopped.err
     assert ": manyhands resume run" in stopped.err
-    ended, cause, *_ = done("why ./run", by=inside).out.splitlines()
+    ended, cause, *_ = done("why ./run", by=command.inside).out.splitlines()
     assert "run stopped after" in ended
     assert "why: stopped while no process was training" in cause
     assert not marked(str(here))

@@ -16,24 +16,8 @@ from manyhands.core.world import World
 from manyhands.parallel.group import rendezvous as meet
 from manyhands.parallel.group.join import JoinedGroup
 from manyhands.worker.member import shared_options
-from tests.e2e.command import (
-    LAUNCH,
-    NETS,
-    QUICK,
-    QUICKLY,
-    TORCHRUN,
-    assert_one_screen,
-    done,
-    events,
-    finish,
-    forked,
-    free_port,
-    processes_of,
-    refused,
-    start,
-    training,
-    wait_until,
-)
+from tests.e2e import command
+from tests.e2e.command import NETS, QUICK, QUICKLY, done, finish, free_port, refused, start, training, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 SOON = f"train digits mlp --set cluster.join_warn_s=1 --set cluster.join_timeout_s=4 --epochs 2 {QUICKLY}"
@@ -51,14 +35,14 @@ def by_hand(address, size, rank, more="", model="mlp"):
 
 def together(*lines):
     """Commands that run at the same time, to their ends."""
-    return [finish(process) for process in [forked(*line.split()) for line in lines]]
+    return [finish(process) for process in [command.forked(*line.split()) for line in lines]]
 
 
 def assert_refused(ended, *says, code=2, most=15):
     """Each of several commands ends in one screen that has these words."""
     for each in ended:
         assert each.code == code, each.err
-        assert_one_screen(each.err, most=most)
+        command.assert_one_screen(each.err, most=most)
         assert all(text in each.err for text in says), each.err
 
 
@@ -206,7 +190,7 @@ def test_two_ranks_started_by_hand_clean_up_and_resume_the_run_of_rank_0():
     ended = together(*(by_hand(address, 2, rank, f"--out more --resume {own[rank]}") for rank in (0, 1)))
     assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
     assert "--resume no/such/run of rank 1 is ignored: all ranks use rank 0's --resume first" in ended[1].err
-    (resumed,) = events("more", "resumed")
+    (resumed,) = command.events("more", "resumed")
     assert resumed["step"] == 23
 
 
@@ -214,11 +198,11 @@ def test_two_ranks_started_by_hand_clean_up_and_resume_the_run_of_rank_0():
 def test_two_processes_of_torchs_launchers_are_one_run():
     """The first launcher passes --local-rank."""
     line = "-m manyhands train digits mlp --epochs 2 --out run --json"
-    ended = done(line, QUICK, program=[*LAUNCH, "--master-port", str(free_port())], by=start)
+    ended = done(line, QUICK, program=[*command.LAUNCH, "--master-port", str(free_port())], by=start)
     (line,) = ended.out.splitlines()
     assert json.loads(line)["run"].endswith("run")
-    assert processes_of("run") == 2
+    assert command.processes_of("run") == 2
     assert ended.err.count("evaluated=360") == 2
     assert ended.err.count("itself listens on every interface, port ") == 1
-    (line,) = done("-m manyhands eval run --json", program=TORCHRUN, by=start).out.splitlines()
+    (line,) = done("-m manyhands eval run --json", program=command.TORCHRUN, by=start).out.splitlines()
     assert json.loads(line)["count"] == 360

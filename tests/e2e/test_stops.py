@@ -16,26 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import (
-    NETS,
-    QUICKLY,
-    assert_one_screen,
-    done,
-    environment,
-    events,
-    finish,
-    forked,
-    free_port,
-    inside,
-    marked,
-    metrics,
-    read,
-    refused,
-    start,
-    stop,
-    training,
-    wait_until,
-)
+from tests.e2e import command
+from tests.e2e.command import NETS, QUICKLY, done, events, finish, inside, marked, start, stop, training, wait_until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ends")]
 # Longer than any test waits.
@@ -148,7 +130,7 @@ def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(here):
         wait_until(lambda: any("libtorch" in one.path for one in psutil.Process(process.pid).memory_maps()), process)
         ended = stop(process, code=130, says="stopped before anything was saved")
     assert "Traceback" not in ended.err
-    assert_one_screen(ended.err, where=False)
+    command.assert_one_screen(ended.err, where=False)
 
 
 @pytest.mark.slow
@@ -167,7 +149,7 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
 
 
 def process_of(rank):
-    return psutil.Process(next(each["pid"] for each in read("run/env.json")["ranks"] if each["rank"] == rank))
+    return psutil.Process(next(each["pid"] for each in command.read("run/env.json")["ranks"] if each["rank"] == rank))
 
 
 def told(pattern, path, process):
@@ -178,7 +160,7 @@ def told(pattern, path, process):
 @pytest.mark.slow
 def test_waiting_ranks_started_by_hand_report_a_stopped_process(here):
     """Also where the store is the stopped one's own, as rank 0's is. The run is listed once, and stopped by rank 0."""
-    job, place = ENDLESS.removesuffix("run"), f"--init tcp://127.0.0.1:{free_port()} --world-size 3 --rank"
+    job, place = ENDLESS.removesuffix("run"), f"--init tcp://127.0.0.1:{command.free_port()} --world-size 3 --rank"
     with contextlib.ExitStack() as stack:
         given = [(job + folder, place, rank) for rank, folder in enumerate(("run", "other", "run"))]
         processes = [stack.enter_context(training(*each)) for each in given]
@@ -215,7 +197,7 @@ def test_a_second_interrupt_or_stop_now_kills(how, here):
             assert "nothing was saved" in told
             assert "manyhands resume" not in told
         ended = finish(process, code=130)
-    assert_one_screen(ended.err, where=False)
+    command.assert_one_screen(ended.err, where=False)
     assert ended.err.count("stopping after the current update") == 1
     assert "stopped before anything was saved" in ended.err
     wait_until(lambda: not marked(str(here)))
@@ -240,7 +222,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
     assert json.loads(done("ps --json", by=inside).out) == []
     if who == "agent":
         assert ended.code == 1
-        assert_one_screen(ended.err)
+        command.assert_one_screen(ended.err)
         assert "the agent that watches the processes failed: the agent was killed by SIGKILL" in ended.err
 
 
@@ -249,7 +231,7 @@ def test_killed_worker_is_reported_with_how_to_resume(here):
     job = f"train synthetic:1000x1x8x8x10 {NETS}:Killed --batch 50 --epochs 2 --set checkpoint.every=7steps {QUICKLY}"
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     ended = done(job, "--elastic off -n 2 --out run", code=1, **fault)
-    assert_one_screen(ended.err)
+    command.assert_one_screen(ended.err)
     # It is said at once, and again, first of all, once all is cleaned up.
     told, _, screen = ended.err.partition("manyhands: ")
     assert re.search(r"WARNING rank 1 on \S+ was killed by SIGKILL; cleaning up", told)
@@ -266,7 +248,7 @@ def test_a_run_whose_reader_is_gone_saves_and_leaves_as_at_any_stop(closes, here
     reader, writer = os.openpty() if closes == "terminal" else os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "manyhands", *ENDLESS.split(), "-n", "1"],
-        stdin=writer, stdout=writer, stderr=writer, start_new_session=True, env=environment(),
+        stdin=writer, stdout=writer, stderr=writer, start_new_session=True, env=command.environment(),
         preexec_fn=lambda: closes == "terminal" and fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(writer)
@@ -288,16 +270,16 @@ def detached(*given):
 
 
 def trains_on(process=None, steps=5):
-    before = len(metrics("run"))
-    wait_until(lambda: len(metrics("run")) > before + steps, process)
+    before = len(command.metrics("run"))
+    wait_until(lambda: len(command.metrics("run")) > before + steps, process)
 
 
 @pytest.mark.slow
 def test_detached_run_survives_launcher_and_accepts_takeover_and_stop(here):
     head = detached("launch", JOB, WHERE)
     assert os.getsid(head) == head  # so that no terminal's end comes to it
-    assert metrics("run")
-    refused("resume run --no-detach", says="a run is active")
+    assert command.metrics("run")
+    command.refused("resume run --no-detach", says="a run is active")
     os.kill(head, signal.SIGKILL)
     trains_on(steps=20)
     with training("resume run --no-detach", by=start) as again:
@@ -307,7 +289,7 @@ def test_detached_run_survives_launcher_and_accepts_takeover_and_stop(here):
     assert not marked(str(here))
 
     head = detached("resume run")
-    assert "--out" not in refused("resume run", says="a run is active")
+    assert "--out" not in command.refused("resume run", says="a run is active")
     agents = psutil.Process(head).children()
     os.kill(head, signal.SIGKILL)
     trains_on(steps=20)
@@ -321,7 +303,7 @@ def test_detached_run_survives_launcher_and_accepts_takeover_and_stop(here):
 @pytest.mark.slow
 def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_and_stopped(here):
     with training("train", JOB, "-n 2 --out run") as process:
-        wait_until(lambda: metrics("run"), process)
+        wait_until(lambda: command.metrics("run"), process)
         (agent,) = psutil.Process(process.pid).children()
         agent.suspend()
         process.kill()
@@ -335,7 +317,7 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
 
 
 def test_what_fails_before_it_trains_is_said_on_the_terminal(here):
-    refused("launch", here / "nothing", "mlp --detach", WHERE, QUICKLY, by=forked)
+    command.refused("launch", here / "nothing", "mlp --detach", WHERE, QUICKLY, by=command.forked)
     with training("launch --detach", JOB, WHERE, by=start) as process:
         wait_until(lambda: (here / "run" / "job.toml").is_file(), process)
         process.send_signal(signal.SIGINT)

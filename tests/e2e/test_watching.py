@@ -15,24 +15,8 @@ from manyhands.core.phases import PHASES
 from manyhands.report.read import read_run
 from manyhands.report.time_shares import seconds_by_rank
 from tests.data.sets import make
-from tests.e2e import nets
-from tests.e2e.command import (
-    NETS,
-    QUICKLY,
-    begin,
-    done,
-    events,
-    finish,
-    fit,
-    inside,
-    marked,
-    messages,
-    metrics,
-    read,
-    refused,
-    training,
-    wait_until,
-)
+from tests.e2e import command, nets
+from tests.e2e.command import NETS, QUICKLY, done, events, finish, fit, inside, metrics, read, refused, training
 from tests.e2e.nets import tiny
 
 pytestmark = pytest.mark.timeout(300)
@@ -49,7 +33,7 @@ def shown(*given):
 def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
     ranks = here / "runs" / "first" / "ranks"
     with training(ENDLESS, here / "runs" / "first", "-n 2") as process:
-        wait_until(lambda: metrics("runs/first"), process)
+        command.wait_until(lambda: metrics("runs/first"), process)
         (told,) = json.loads(shown("ps --json"))
         assert told["run"] == str(here / "runs" / "first")
         assert (told["pid"], told["state"], told["processes"]) == (process.pid, "running", 2)
@@ -59,8 +43,8 @@ def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
         assert head.split()[:3] == ["run", "state", "pid"]
         assert row.split()[:3] == ["runs/first", "running", str(process.pid)]
 
-        follower = begin("logs first -f --last 3")
-        second = begin("logs fir --rank 1 -f --last 1")
+        follower = command.begin("logs first -f --last 3")
+        second = command.begin("logs fir --rank 1 -f --last 1")
         ended = done("stop runs/first", says="asked first")
         (stopped,) = events("runs/first", "stopped")
         assert f"stopped and saved at step {stopped['step']}" in ended.out
@@ -76,7 +60,7 @@ def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
     assert one.out.splitlines()[-1] == (ranks / "1.log").read_text().splitlines()[-1]
     assert "rank 0" not in one.out
     assert shown("ps") == "no run is active\n"
-    assert not marked(str(here / "runs"))
+    assert not command.marked(str(here / "runs"))
 
     refused("stop runs/first", says="is not active")
     assert shown("logs first --rank 0 --last 2").splitlines() == (ranks / "0.log").read_text().splitlines()[-2:]
@@ -211,7 +195,7 @@ def test_saves_between_two_records_leave_the_time_of_training_as_it_was():
 
 def test_a_run_says_first_what_is_trained_on_what(capfd):
     fit(nets.Net(), tiny(40), epochs=2, batch=9, lr=0.1)
-    (setup,) = messages("run", "setup")
+    (setup,) = command.messages("run", "setup")
     parameters = sum(each.numel() for each in nets.Net().parameters())
     assert setup.split("\n") == [
         "data: TensorDataset, 36 training and 4 evaluation samples, 10 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9",
@@ -226,7 +210,7 @@ def test_many_classes_are_named_in_part():
     data = tiny(40, labels=1000)
     data.classes = [f"class {number}" for number in range(1000)]
     fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 1000)), data, batch=36)
-    line = messages("run", "setup")[0].split("\n")[0]
+    line = command.messages("run", "setup")[0].split("\n")[0]
     assert " 1,000 classes: class 0, class 1, " in line
     assert len(line) < 160
 
@@ -269,7 +253,7 @@ def of_animals(labels, classes):
 def test_what_data_lack_is_a_warning_with_quiet_too(sets, options, warning, capsys):
     outputs = 5 if FEW in sets else 4 if len(sets) == 2 else 10
     fit(nets.Net(outputs), *sets, **options)
-    assert warning in messages("run", "warning")
+    assert warning in command.messages("run", "warning")
     assert warning in capsys.readouterr().err
 
 

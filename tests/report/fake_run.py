@@ -9,17 +9,8 @@ from pathlib import Path
 import tomli_w
 
 from manyhands.config.job import Job
+from manyhands.core import records
 from manyhands.core.phases import PHASES
-from manyhands.core.records import (
-    EvaluationDetail,
-    EvaluationMetrics,
-    Event,
-    Failure,
-    PhaseMetrics,
-    StepMetrics,
-    append,
-    write_json,
-)
 from manyhands.core.run_folder import RunFolder
 
 START = 1_795_000_000.0
@@ -30,7 +21,7 @@ def step_record(step, time=1.0, **more):
     """Of one update among a thousand, in epochs of ten."""
     usual = {"epoch": step // 10, "step_in_epoch": step % 10, "steps_per_epoch": 10, "total_steps": 1000, "loss": 1.0,
              "top1": 0.5, "learning_rate": 0.1, "images_per_s": 100, "samples": 8}  # fmt: skip
-    return StepMetrics(**{"time": time, "step": step, **usual, **more})
+    return records.StepMetrics(**{"time": time, "step": step, **usual, **more})
 
 
 @dataclass
@@ -60,15 +51,17 @@ class FakeRun:
         self.folder.job.write_text(tomli_w.dumps(job.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
         hosts = [{"name": name, "devices": ["NVIDIA H200"]} for name in ("n1", "n2")]
         software = {"python": "3.11.7", "torch": "2.15.0", "git": {"revision": "4ed6c3a", "dirty": False}}
-        write_json(self.folder.environment, {**software, "hosts": hosts})
+        records.write_json(self.folder.environment, {**software, "hosts": hosts})
         plan = {"mode": "data", "processes": 2, "device": "cuda", "micro_batch": 64, "accumulate": 1}
         exceptions = ["norm_group = local: the result depends on the number of processes."]
-        write_json(self.folder.plan, {**plan, "exceptions": exceptions})
+        records.write_json(self.folder.plan, {**plan, "exceptions": exceptions})
         self.event("started", message="2 processes on n1, n2")
         return self
 
     def event(self, kind, *, message="", step=None, **data):
-        append(self.folder.events, Event(time=self.time, kind=kind, message=message, step=step, data=data))
+        records.append(
+            self.folder.events, records.Event(time=self.time, kind=kind, message=message, step=step, data=data)
+        )
 
     def step(self, step, **more):
         """One step record; time passes by."""
@@ -91,7 +84,7 @@ class FakeRun:
             saved_step=self.saved,
             **more,
         )
-        append(self.folder.metrics, record)
+        records.append(self.folder.metrics, record)
 
     def save(self, step):
         self.saved = step
@@ -106,10 +99,10 @@ class FakeRun:
         best = detail.top1 > self.best
         self.best = max(self.best, detail.top1)
         figures = {name: getattr(detail, name) for name in ("time", "epoch", "step", "count", "loss", "top1", "top5")}
-        append(self.folder.metrics, EvaluationMetrics(**figures, best=best, seconds=1.5))
-        write_json(self.folder.evaluations / "last.json", detail)
+        records.append(self.folder.metrics, records.EvaluationMetrics(**figures, best=best, seconds=1.5))
+        records.write_json(self.folder.evaluations / "last.json", detail)
         if best:
-            write_json(self.folder.evaluations / "best.json", detail)
+            records.write_json(self.folder.evaluations / "best.json", detail)
 
     def detail(self, step, right, each=40):
         counts, number = Counter(), len(self.classes)
@@ -120,7 +113,7 @@ class FakeRun:
                 counts[true, true if self.random.random() < ease else near] += 1
         total = number * each
         hits = sum(counts[true, true] for true in range(number))
-        return EvaluationDetail(
+        return records.EvaluationDetail(
             time=self.time,
             epoch=step // self.steps_per_epoch,
             step=step,
@@ -149,7 +142,9 @@ class FakeRun:
         shares = {"data": 1.1, "compute": 4.2, "communication": 0.9, "update": 0.4, "evaluation": 1.5, "saving": 0.1}
         seconds = {phase: [self.random.gauss(shares.get(phase, 0.02), 0.01) for _ in range(2)] for phase in PHASES}
         epoch = step // self.steps_per_epoch
-        append(self.folder.metrics, PhaseMetrics(time=self.time, epoch=epoch, step=step, seconds=seconds))
+        records.append(
+            self.folder.metrics, records.PhaseMetrics(time=self.time, epoch=epoch, step=step, seconds=seconds)
+        )
 
     def resume(self, step, pause=3600.0):
         self.time += pause
@@ -163,13 +158,13 @@ class FakeRun:
 
     def fail(self, rank=1, *, consequence=False, step=None):
         self.time += 1
-        failure = Failure(
+        failure = records.Failure(
             time=self.time, rank=rank, host="n2", pid=4121, step=step, phase="train", error="OutOfMemoryError",
             what="n2's GPU 0 is full at 128 images (23.1 of 24 GB)", where="rank 1, step 1234",
             hints=["--set train.micro_batch=96; the global batch stays 256"], consequence=consequence,
             traceback='Traceback (most recent call last):\n  File "net.py", line 12, in forward\nOutOfMemoryError',
         )  # fmt: skip
-        write_json(self.folder.failures / f"{rank}.json", failure)
+        records.write_json(self.folder.failures / f"{rank}.json", failure)
         return self
 
 
