@@ -155,8 +155,7 @@ def test_the_innermost_launcher_counts_and_the_others_are_named(environment, opt
 def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
     """As far as this machine's own name does; every name that doesn't stays as it is."""
     outer = [address for address in reachable_addresses() if ":" not in address] or reachable_addresses()
-    loopback = {entry[4][0] for entry in socket.getaddrinfo(HERE, 1)} <= {"127.0.0.1", "127.0.1.1", "::1"}
-    if not loopback:
+    if not {entry[4][0] for entry in socket.getaddrinfo(HERE, 1)} <= {"127.0.0.1", "127.0.1.1", "::1"}:
         assert this_process.reachable_address(HERE) == HERE
     elif len(outer) == 1:
         assert this_process.reachable_address(HERE) == outer[0]

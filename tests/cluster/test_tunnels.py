@@ -121,8 +121,7 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_leave_nothing():
     assert failed == {"n3": "no such host", "n4": ""}
     assert told[-1] - told[0] > 0.5
     assert not tunnels.ended()
-    first = min(set(psutil.Process().children()) - before, key=lambda child: child.create_time())
-    first.kill()
+    min(set(psutil.Process().children()) - before, key=lambda child: child.create_time()).kill()
     assert "the ssh tunnel to n2 ended" in wait_until(tunnels.ended)
     tunnels.close()
     assert not folder.exists()

@@ -176,8 +176,7 @@ def _beyond_defaults(kind):
     resident = loading._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
     assert loading._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
     too_large = len(copies.made) - resident[1]
-    layer = nn.BatchNorm1d(3).train()
-    groups, _ = group_batch_norms(layer)
+    groups, _ = group_batch_norms(nn.BatchNorm1d(3).train())
     share = BatchSharing(1, 0, 4).micro_batches(16)[0][0]
     groups.begin_micro_batch(share.spans, share.shared_groups, 16, 16)
     runs = groups.layers[0]._select_runs(torch.ones(16, 3).as_subclass(On))

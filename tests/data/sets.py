@@ -14,8 +14,7 @@ from manyhands.data.options import DataOptions
 def picture(path, size=(8, 8), mode="RGB", seed=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = numpy.random.default_rng(abs(hash(path.name)) if seed is None else seed)
-    values = generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)
-    Image.fromarray(values).convert(mode).save(path)
+    Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)).convert(mode).save(path)
 
 
 def make(root, classes=("cat", "dog"), count=10, **options):

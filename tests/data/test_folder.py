@@ -232,8 +232,7 @@ def count_decoded(root, results):
         return decode(*arguments)
 
     gallery.decode = counting
-    splits = opened(root)
-    results.put((len(decoded), int(splits.train.images.sum())))
+    results.put((len(decoded), int(opened(root).train.images.sum())))
 
 
 def test_links_neither_multiply_samples_nor_carry_them_into_another_class_or_split(tmp_path):

@@ -28,8 +28,7 @@ PYTHON = CifarForm("py", "py.tar.gz", ("a",), "test", "meta")
 
 
 def values(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture

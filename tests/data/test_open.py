@@ -263,8 +263,7 @@ def test_code_lies_where_nobody_else_can_write(tmp_path, monkeypatch, mode, user
 
 
 def test_the_real_mnist(real_data):
-    folder = real_data("mnist").parent
-    splits = open_data(DataOptions(name="mnist", dir=str(folder), download=False))
+    splits = open_data(DataOptions(name="mnist", dir=str(real_data("mnist").parent), download=False))
     assert (len(splits.train), len(splits.test)) == (60_000, 10_000)
     assert splits.train.labels[:5].tolist() == [5, 0, 4, 1, 9]
     assert splits.test.labels[:5].tolist() == [7, 2, 1, 0, 4]

@@ -54,15 +54,13 @@ def test_shares_are_disjoint_and_complete_and_small_enough(count, size, micro, g
 
 @given(st.integers(1, 30), groups, wanted_shares.filter(bool))
 def test_nobody_goes_without_who_would_have_some_of_single_samples(times, group, wanted):
-    count = times * sum(wanted)
-    (shares,) = BatchSharing(len(wanted), 0, group, shares=wanted).micro_batches(count)
+    (shares,) = BatchSharing(len(wanted), 0, group, shares=wanted).micro_batches(times * sum(wanted))
     assert all(share.count for share in shares)
 
 
 @given(counts, groups, processes, st.lists(processes, min_size=1, max_size=4))
 def test_no_process_takes_more_in_one_pass_than_when_the_run_began(count, group, first, later):
-    began = BatchSharing(first, 0, group).limited(0, count)
-    most = began.largest_since_start
+    most = BatchSharing(first, 0, group).limited(0, count).largest_since_start
     widest = max(b - a for a, b in itertools.pairwise(group_boundaries(count, group)))
     for size in later:
         cut = BatchSharing(size, 0, group).limited(most, count)
@@ -89,8 +87,7 @@ def test_normalization_groups_do_not_depend_on_who_computes_them(count, size, mi
         firsts = sum(span.first for share in shares for span in share.spans)
         assert firsts == len(sizes)
         seen += [sizes[number] for number in sorted(sizes)]
-    edges = group_boundaries(count, group)
-    assert seen == [stop - start for start, stop in itertools.pairwise(edges)]
+    assert seen == [stop - start for start, stop in itertools.pairwise(group_boundaries(count, group))]
 
 
 @given(counts, st.integers(1, 40))

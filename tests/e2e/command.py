@@ -314,8 +314,7 @@ def marked(text):
 
 def final_weights(folder):
     """The tensors of the newest checkpoint, by name."""
-    newest = max((Path(folder) / "checkpoints").glob("step-*"))
-    return load_file(newest / "model.safetensors")
+    return load_file(max((Path(folder) / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
 def assert_equal_weights(one, other):

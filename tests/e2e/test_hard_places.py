@@ -45,9 +45,7 @@ PLACES = [
     ("in a thread of local steps", "thread", LOCAL, 1),
 ]
 # One of them is fast.
-CASES = [
-    pytest.param(*one, id=name, marks=[pytest.mark.slow] * (number > 0)) for number, (name, *one) in enumerate(PLACES)
-]
+CASES = [pytest.param(*one, id=name, marks=[pytest.mark.slow] * (n > 0)) for n, (name, *one) in enumerate(PLACES)]
 
 
 @pytest.fixture(scope="module")

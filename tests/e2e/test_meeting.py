@@ -78,8 +78,7 @@ def test_an_address_that_cannot_be(address, rank, says):
 
 @pytest.mark.slow
 def test_nobody_listens_or_a_listener_that_says_nothing():
-    unanswered = ("still waiting for rank 0", "rank 1 can't reach rank 0")
-    refused(SOON, place(local(), 2, 1), code=1, says=unanswered)
+    refused(SOON, place(local(), 2, 1), code=1, says=("still waiting for rank 0", "rank 1 can't reach rank 0"))
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         says = f"the program listening at 127.0.0.1:{port} is not rank 0 of a run: no answer"

@@ -42,8 +42,7 @@ def plan(path, shapes, mesh):
 
 def test_there_and_back(trained):
     """Run, pieces over 2x2, pieces over 3, whole folder, one file: the same bits all along."""
-    newest = max((trained / "checkpoints").glob("step-*"))
-    wanted = load_checkpoint(newest)
+    wanted = load_checkpoint(max((trained / "checkpoints").glob("step-*")))
     shapes = {name: list(tensor.shape) for name, tensor in wanted.model.items()}
     plan("plan.json", shapes, {"dp": 2, "tp": 2})
     plan("other.json", shapes, {"tp": 3})

@@ -197,8 +197,7 @@ def test_a_network_keeps_its_types_and_computes_in_them():
             return super().forward(x)
 
     for number, settings in enumerate(({}, {"precision": "fp32"})):
-        data = TensorDataset(images.double(), labels)
-        fit(Seeing().double(), data, batch=20, out=str(number), **settings)
+        fit(Seeing().double(), TensorDataset(images.double(), labels), batch=20, out=str(number), **settings)
     assert seen == {torch.float64}
     Path("own.py").write_text(MIXED)
     with pytest.raises(UserError, match=r"the network is float64, but train.precision is fp32"):
@@ -322,8 +321,7 @@ def test_evaluate_needs_no_run_and_leaves_float_samples_unchanged():
     found = manyhands.evaluate(net, tiny(33))
     assert found.loss == pytest.approx(loss, rel=1e-5)
     assert found.count == found.confusion.sum() == 33
-    one_class = TensorDataset(images, torch.zeros(33, dtype=torch.int64))
-    assert manyhands.evaluate(net, one_class).count == 33
+    assert manyhands.evaluate(net, TensorDataset(images, torch.zeros(33, dtype=torch.int64))).count == 33
 
 
 def shades(count, dark, names=("dark", "bright")):
@@ -366,5 +364,4 @@ def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     with pytest.raises(UserError, match=r"pictures are unknown[\s\S]*evaluate\(run, test_set\)"):
         manyhands.evaluate(net, BRIGHT)
-    job = manyhands.Job(data={"mean": [0.4], "std": [0.1]})
-    assert manyhands.evaluate(net, BRIGHT, job=job).count == 101
+    assert manyhands.evaluate(net, BRIGHT, job=manyhands.Job(data={"mean": [0.4], "std": [0.1]})).count == 101

@@ -77,8 +77,7 @@ def disturb(lab, process, draw, kinds):
         time.sleep(CUT_S)
         lab.up(host)
         return f"link of n{host} cut"
-    candidates = wait_until(lambda: workers(lab), process, patience=120)
-    host, victim = draw.choice(candidates)
+    host, victim = draw.choice(wait_until(lambda: workers(lab), process, patience=120))
     with suppress(psutil.Error):
         victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     return f"a process of n{host}: {kind}"

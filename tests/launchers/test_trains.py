@@ -96,8 +96,7 @@ def test_submitted_job_saves_on_request_and_resumes(slurm, here, monkeypatch):
         monkeypatch.setenv(name, value)
     flags = {"cluster.processes": 2, "cluster.device": "cpu", "train.epochs": 20, "run.report": False}
     flags["model.name"] = "cnn"
-    said = submit(load_job(flags, environment={}).job, None, "slurm", dry_run=False)
-    number = said.split()[-1]
+    number = submit(load_job(flags, environment={}).job, None, "slurm", dry_run=False).split()[-1]
     folder = here / "runs" / f"slurm-{number}"
     wait_until(lambda: (folder / "metrics.jsonl").exists())
     slurm.run("scancel", "--signal=TERM", number)

@@ -187,8 +187,7 @@ def test_classes_and_pairs_account_for_every_sample(cells):
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=2000))
 def test_smoothing_and_thinning_stay_within_the_curve(values):
-    smoothed = smooth(values, [1.0] * len(values))
-    xs, ys = thin(list(range(len(values))), smoothed)
+    xs, ys = thin(list(range(len(values))), smooth(values, [1.0] * len(values)))
     assert len(xs) == len(ys) <= 600
     assert min(values) - 1e-6 <= min(ys)
     assert max(ys) <= max(values) + 1e-6

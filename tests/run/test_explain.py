@@ -17,8 +17,7 @@ WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 
 def told(environment=None, file=None, **flags):
     flags = {key.replace("__", "."): value for key, value in flags.items()}
-    rows = explain_values(load_job(flags, file=file, environment={}), environment or {})
-    return {row.key: row for row in rows}
+    return {row.key: row for row in explain_values(load_job(flags, file=file, environment={}), environment or {})}
 
 
 @given(st.integers(1, 50).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size - 1))))
@@ -132,8 +131,7 @@ def test_what_the_clusters_file_asks_of_the_job_is_followed_by_option_alone(tmp_
     file.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n")
     flags = {"cluster.file": str(file), "parallel.mode": "fsdp"}
     assert launch_decision(load_job(flags, environment={}).job).processes == 2
-    said = capsys.readouterr().err
-    assert said == (
+    assert capsys.readouterr().err == (
         f"manyhands: {file}: mixed_precision: bf16 is ignored; to apply this setting, add --train.precision bf16\n"
     )
     launch_decision(load_job({**flags, "train.precision": "bf16"}, environment={}).job)

@@ -128,8 +128,7 @@ def test_what_is_no_record_is_let_be(tmp_path):
     with registry.registered(tmp_path / "a"):
         (registry.registry_folder() / "other.json").write_text("{}")
         (registry.registry_folder() / "torn.json").write_text('{"v": 1')
-        newer = {**record("/c").model_dump(), "v": 99}
-        write_json(registry.registry_folder() / "newer.json", newer)
+        write_json(registry.registry_folder() / "newer.json", {**record("/c").model_dump(), "v": 99})
         assert [entry.name for entry in registry.list_active_runs()] == ["a"]
     assert {path.name for path in registry.registry_folder().iterdir()} == {"other.json", "torn.json", "newer.json"}
     put(record("a\0b", host="n7"))

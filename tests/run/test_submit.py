@@ -95,8 +95,7 @@ def test_manifests_fit_their_schema(kind, nodes, accelerators):
     schema.validate(content)
     assert not schema.is_valid({**content, "spec": {**content["spec"], "nodes": 1}})
     if kind == "PyTorchJob":
-        replicas = content["spec"]["pytorchReplicaSpecs"]
-        assert sum(part["replicas"] for part in replicas.values()) == nodes
+        assert sum(part["replicas"] for part in content["spec"]["pytorchReplicaSpecs"].values()) == nodes
     else:
         assert content["spec"]["trainer"]["numNodes"] == nodes
 
