@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import manyhands
 from manyhands.config.load import load_job, written_values
 from manyhands.core import devices
 from manyhands.core.machine import CpuModel
@@ -217,9 +218,15 @@ def test_a_measurement_leaves_random_numbers_as_they_were(tmp_path):
     assert len(resolved.plan_fields["precision_measured"][0]["seconds"]) == 4
 
 
-def test_what_the_user_names_is_taken_and_nothing_is_measured(tmp_path, own_cache):
+def test_what_the_user_names_or_computes_is_taken_and_nothing_is_measured(tmp_path, own_cache):
     named = {"train.precision": "bf16", "train.channels_last": True}
     assert _alone(tmp_path / "run", normed, named)[:2] == ("bf16", True)
+    with manyhands.session(precision="auto", channels_last="auto") as here:  # computes as it is written
+        optimizer = torch.optim.SGD((net := normed()).parameters(), 0.1)
+        model, _, batches = here.prepare(net, optimizer, Drawing(), batch=6)
+        images, _ = next(under_way := iter(batches))
+        assert model(images).dtype == torch.float32
+        under_way.close()
     assert not own_cache.exists()
     assert not _said(tmp_path / "run")
 
