@@ -236,7 +236,7 @@ def edited(text):
 PLAN = '{"format": "plan/1", "mesh": {"dp": 2}'
 REFUSED = [
     (strategy(""), "plan.json, fc"),
-    (strategy("x@dp"), '"x@dp" is not a part'),
+    (strategy("x@dp"), '"x@dp" is not a valid part'),
     (strategy("n@dp o@zz"), "the axis zz"),
     (strategy("n@dp o@dp"), "the axis dp twice"),
     (strategy("n@dp,dp"), "the axis dp twice"),
