@@ -232,7 +232,8 @@ def count_decoded(root, results):
         return decode(*arguments)
 
     gallery.decode = counting
-    results.put((len(decoded), int(opened(root).train.images.sum())))
+    total = int(opened(root).train.images.sum())
+    results.put((len(decoded), total))
 
 
 def test_links_neither_multiply_samples_nor_carry_them_into_another_class_or_split(tmp_path):
