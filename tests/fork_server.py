@@ -27,6 +27,7 @@ from pathlib import Path
 
 from manyhands.cluster.agents.early import AGENT
 from manyhands.core.choices import module_names
+from tests.forks.sitecustomize import send_request
 
 FORKS, SOURCE = Path(__file__).with_name("forks"), Path(__file__).parents[1] / "src"
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}  # with CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET
@@ -61,8 +62,8 @@ def fork_variables():
 
 
 @functools.cache
-def import_what_is_imported_late():
-    """Imports it once, so that not every forked process does so by itself, which takes seconds of each."""
+def import_late_modules():
+    """Imports these modules once, because it would take seconds in each forked process."""
     modes = "manyhands.parallel.modes"
     for name in (*IMPORTED_LATE, *(f"{modes}.{mode}" for mode in module_names(modes))):
         importlib.import_module(name)
@@ -73,11 +74,7 @@ def request_fork(module, arguments):
     variables = {**os.environ, **fork_variables()}
     server = socket.socket(socket.AF_UNIX)
     server.connect(variables.pop("TEST_FORK_SERVER"))
-    mask = os.umask(0)
-    os.umask(mask)
-    words = [str(Path.cwd()), str(mask), module, str(len(arguments)), *map(str, arguments)]
-    words += [f"{name}={value}" for name, value in variables.items()]
-    socket.send_fds(server, ["\0".join([*words, "", ""]).encode(errors="surrogateescape")], [0, 1, 2])
+    send_request(server, module, [*map(str, arguments)], variables)
     server.recv(8)
     return server
 
@@ -197,7 +194,7 @@ def main():
     ours = "cli.main cli.train run.train train.precision cluster.doctor.facts models.build"
     for name in ("torchvision", *(f"manyhands.{each}" for each in ours.split())):
         importlib.import_module(name)
-    import_what_is_imported_late()
+    import_late_modules()
     gc.collect()
     gc.freeze()  # a collection in a fork would copy what it looks at
     del sys.path[0]  # the folder of the tests, which isn't there for what `python -P` starts

@@ -283,7 +283,7 @@ def test_code_in_a_pickle_is_reported_as_code(tmp_path: Path, how: str):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', expected a number"),
         ({"epoch": -1}, "epoch"),
@@ -293,11 +293,11 @@ def test_code_in_a_pickle_is_reported_as_code(tmp_path: Path, how: str):
         ({"optimizer": {"state": {9: {}}, "param_groups": [{"params": [0]}]}}, "optimizer"),
     ],
 )
-def test_values_of_wrong_kinds_are_named(tmp_path: Path, wrong: dict, told: str):
+def test_values_of_wrong_kinds_are_named(tmp_path: Path, wrong: dict, reported: str):
     model = network()
     file = tmp_path / "checkpoint.pth.tar"
     torch.save({**main_checkpoint(model, sgd(model), "", 50.0), **wrong}, file)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=reported):
         read_foreign(file)
 
 

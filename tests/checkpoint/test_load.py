@@ -98,10 +98,10 @@ def test_for_a_damaged_best_the_best_of_the_others_is_taken_and_said(tmp_path: P
     last = _save_as(tmp_path, 8, 5, snapshot)
     assert choose_checkpoint(tmp_path, "best") == (best, [])
     (best / "model.safetensors").write_bytes(b"")
-    path, told = choose_checkpoint(tmp_path, "best")
+    path, reported = choose_checkpoint(tmp_path, "best")
     assert path == second
-    assert told[0].startswith("the best checkpoint, step-00000005, was skipped: model.safetensors has 0 bytes")
-    assert told[1:] == ["step-00000003 is used instead"]
+    assert reported[0].startswith("the best checkpoint, step-00000005, was skipped: model.safetensors has 0 bytes")
+    assert reported[1:] == ["step-00000003 is used instead"]
     shutil.rmtree(second)
     shutil.rmtree(best)
     assert choose_checkpoint(tmp_path, "best")[0] == last
@@ -112,9 +112,9 @@ def test_an_older_one_than_the_newest_is_said(tmp_path: Path, snapshot: Snapshot
     newer = _save_as(tmp_path, 8, 8, snapshot)
     (newer / "state.json").unlink()
     for which in ("best", "last"):
-        path, told = choose_checkpoint(tmp_path, which)
+        path, reported = choose_checkpoint(tmp_path, which)
         assert path == older
-        assert told == ["step-00000008 was skipped: state.json is missing", "step-00000005 is used instead"]
+        assert reported == ["step-00000008 was skipped: state.json is missing", "step-00000005 is used instead"]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_manifest_or_a_state_of_wrong_types_is_passed_over(tmp_path: Path, sna
     older, newer = _save_as(tmp_path, 5, 5, snapshot), _save_as(tmp_path, 8, 8, snapshot)
     sealed = files.manifest_text(content) if isinstance(content, dict) else json.dumps(content).encode()
     (newer / "manifest.json").write_bytes(sealed)
-    path, told = choose_checkpoint(tmp_path, "last")
+    path, reported = choose_checkpoint(tmp_path, "last")
     assert path == older
-    assert "step-00000008 was skipped" in told[0]
+    assert "step-00000008 was skipped" in reported[0]
     save_unsharded(tmp_path, 9, Snapshot(snapshot.model, None, {"step": "nine", "best": 3}))
     assert choose_checkpoint(tmp_path, "best")[0] == older
 

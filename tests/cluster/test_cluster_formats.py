@@ -367,8 +367,8 @@ def test_scontrol_agrees(entry, tmp_path):
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     variables = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     command = ["scontrol", "show", "hostnames", text]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
-    assert sorted(told.stdout.split()) == sorted(hosts)
+    reported = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    assert sorted(reported.stdout.split()) == sorted(hosts)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1))

@@ -185,12 +185,12 @@ def test_link_resumes_over_a_new_connection_without_lost_or_repeated_messages(li
         before, number = line.process, line.post(HELLO)
         before.kill()  # the request or its answer may be lost with it
         numbers = [number, line.post(HELLO)]  # so may this one
-        told, until = [], time.monotonic() + 15
-        while not (len(told) > 1 and line.connected and line.process is not before) and time.monotonic() < until:
+        reported, until = [], time.monotonic() + 15
+        while not (len(reported) > 1 and line.connected and line.process is not before) and time.monotonic() < until:
             line.heartbeat()
             for link in connection.wait_for_links([line], 0.1):
-                told += link.read()
-        assert [(answered, type(message)) for answered, message in told] == [
+                reported += link.read()
+        assert [(answered, type(message)) for answered, message in reported] == [
             (each, messages.CallResult) for each in numbers
         ]
         assert line.process is not before

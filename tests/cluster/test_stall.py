@@ -1,4 +1,4 @@
-"""Who hangs, told from the processes' pulses: in the user's words, once, and only where something does."""
+"""Detection of a stalled run and of the rank that the others wait for; one report per stall, none without a stall."""
 
 import sys
 import time
@@ -36,7 +36,7 @@ def seen(rank, **more):
     return ObservedHeartbeat(rank=rank, **{**usual, **more})
 
 
-def told(clock, *ranks, later=None):
+def reported(clock, *ranks, later=None):
     """What two looks, a second apart, have to say."""
     stalls = StallDetector()
     stalls.add_report(WorkersSeen("n1", list(ranks)))
@@ -64,7 +64,7 @@ def told(clock, *ranks, later=None):
     ],
 )
 def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
-    stalls = told(clock, *ranks, later=later)
+    stalls = reported(clock, *ranks, later=later)
     said = stalls.new_warning()
     assert wanted in said
     assert bool(said) == bool(wanted)
@@ -73,7 +73,7 @@ def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
 
 
 def test_finished_stall_is_forgotten_and_the_next_one_reported(clock):
-    stalls = told(clock, seen(0))
+    stalls = reported(clock, seen(0))
     assert stalls.new_warning()
     clock.now += 10  # its agent has nothing to complain of any more
     assert stalls.new_warning() == stalls.why_hung() == ""

@@ -52,7 +52,7 @@ RECORD = Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "reported"),
     [
         ({"code": -9}, "rank 1 on n2 was killed by SIGKILL; cleaning up"),
         ({"code": 1, "record": RECORD}, "rank 1 on n2: out of memory; cleaning up"),
@@ -60,12 +60,12 @@ RECORD = Failure(time=1.0, rank=1, host="n2", pid=1, error="RunError", what="out
         ({"code": 2, "record": RECORD.model_copy(update={"exit_code": 2})}, None),
     ],
 )
-def test_a_failure_is_said_as_soon_as_its_agent_knows(said, told):
+def test_a_failure_is_said_as_soon_as_its_agent_knows(said, reported):
     heard = []
     head = _LauncherState([], WatchHooks(on_warning=heard.append))
     for _ in range(2):
         head._report_exit(protocol.WorkerExited(rank=1, host="n2", **said))
-    assert heard == ([told] if told else [])
+    assert heard == ([reported] if reported else [])
 
 
 class Line:
@@ -168,10 +168,10 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     heard = tmp_path / "heard"
     ended = said(tmp_path, protocol.WorkersStarted(0, [1]), protocol.WorkersEnded(failed={0: -9}, host="n2"))
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
-    told = []
-    watch = WatchHooks(recovers=True, on_warning=told.append)
+    reported = []
+    watch = WatchHooks(recovers=True, on_warning=reported.append)
     ending = supervise_once(dict.fromkeys(links, protocol.Orders({}, str(tmp_path), Rendezvous((1, 1)))), watch)
-    assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
+    assert reported == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}
     assert list(ending.lost) == ["n1"]
     assert not links[0].closed

@@ -113,13 +113,13 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_leave_nothing():
     before = set(psutil.Process().children())
     tunnels = MachineTunnels()
     folder = Path(tunnels.open(""))
-    told = []  # machines would take the silence of a head that waits for its own tunnels for its end
+    reported = []  # machines would take the silence of a head that waits for its own tunnels for its end
     stays = ["sh", "-c", f'echo hello; echo "{READY}"; exec cat']
     refused = ["sh", "-c", "echo no such host >&2; exit 255"]
     assert not tunnels.start({"n2": stays}, 10.0)
-    failed = tunnels.start({"n2": stays, "n3": refused, "n4": ["cat"]}, 1.5, lambda: told.append(time.monotonic()))
+    failed = tunnels.start({"n2": stays, "n3": refused, "n4": ["cat"]}, 1.5, lambda: reported.append(time.monotonic()))
     assert failed == {"n3": "no such host", "n4": ""}
-    assert told[-1] - told[0] > 0.5
+    assert reported[-1] - reported[0] > 0.5
     assert not tunnels.ended()
     min(set(psutil.Process().children()) - before, key=lambda child: child.create_time()).kill()
     assert "the ssh tunnel to n2 ended" in wait_until(tunnels.ended)

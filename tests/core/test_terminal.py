@@ -46,8 +46,8 @@ def test_an_error_says_others_words_on_its_own_lines_only():
 def test_what_is_said_and_shown_is_plain(capsys):
     say(EVIL)
     show([EVIL, "two"])
-    told = capsys.readouterr()
-    assert not OBEYED.search(told.out + told.err)
+    reported = capsys.readouterr()
+    assert not OBEYED.search(reported.out + reported.err)
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     show("名", narrow)
     assert narrow.buffer.getvalue() == b"\\u540d\n"
@@ -59,9 +59,9 @@ def test_names_of_classes_and_pictures_are_on_one_line(capsys):
     row = {"name": name, "top1": 0.5, "count": 2}
     figures = {"count": 2, "top1": 0.5, "top5": 1, "loss": 1, "metrics": {name: 0.5}, "classes": 6}
     show_evaluation({"checkpoint": EVIL, "data": EVIL, "per_class": [row], **figures}, as_json=False)
-    told = capsys.readouterr().out
-    assert not OBEYED.search(told)
-    assert len(told.splitlines()) == 3
+    reported = capsys.readouterr().out
+    assert not OBEYED.search(reported)
+    assert len(reported.splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_what_a_command_says_of_a_file_of_others_is_plain(arguments, file, text,
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit) as ended:
             main([word.replace("FILE", str(path)) for word in arguments] + more)
-        told = capsys.readouterr()
-        assert ended.value.code == 2, told
-        assert told.err
-        assert not OBEYED.search(told.out + told.err), told
+        reported = capsys.readouterr()
+        assert ended.value.code == 2, reported
+        assert reported.err
+        assert not OBEYED.search(reported.out + reported.err), reported
 
 
 def test_nothing_but_the_one_place_writes_on_the_screen():

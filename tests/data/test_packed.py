@@ -126,8 +126,8 @@ def test_shards_are_what_webdataset_reads(tmp_path):
     files = [(Image.open(path).tobytes(), pack.classes.index(path.parent.name)) for path in root.rglob("*.png")]
     assert sorted(sample[1:] for sample in samples) == sorted(files)
     assert [label for *_, label in samples] != sorted(label for *_, label in samples)
-    told = json.loads((pack.folder / "pack.json").read_text())["set"]
-    assert (told["classes"], told["order_seed"]) == (["dog", "猫"], 0)
+    reported = json.loads((pack.folder / "pack.json").read_text())["set"]
+    assert (reported["classes"], reported["order_seed"]) == (["dog", "猫"], 0)
 
 
 def test_the_digest_is_of_what_is_in_it_not_of_when_or_by_whom(tmp_path):

@@ -89,9 +89,9 @@ def test_a_machine_that_does_not_take_part_is_no_finding(agents):
 
 def test_this_machine_alone_opens_loopback_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = json.loads(inside("doctor", "digits", "mlp", "--json").out)
-    assert told["hosts"] == list(told["facts"])
-    assert not told["fails"]
+    reported = json.loads(inside("doctor", "digits", "mlp", "--json").out)
+    assert reported["hosts"] == list(reported["facts"])
+    assert not reported["fails"]
     exposed = json.loads(inside("doctor", "--exposure", "--json").out)
     assert exposed["then"] == ["train, fit and session open ports on loopback only, for users of this machine"]
     assert list(tmp_path.iterdir()) == []
@@ -353,12 +353,12 @@ def test_other_jobs_are_known_by_what_they_run():
 
 def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_path, monkeypatch):
     """Tried by its import, and that alone where what it asks for isn't there; what can be imported is used."""
-    package, told = tmp_path / "torchvision", tmp_path / "torchvision-0.1.0.dist-info"
+    package, reported = tmp_path / "torchvision", tmp_path / "torchvision-0.1.0.dist-info"
     package.mkdir()
-    told.mkdir()
+    reported.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==2.1.0\n"
-    (told / "METADATA").write_text(metadata)
+    (reported / "METADATA").write_text(metadata)
     said = ("torchvision 0.1.0 is for torch 2.1.0", "operator torchvision::nms does not exist")
     trained = run("train", "digits", "mlp", *QUICK, "--set", "train.compile=true", cwd=tmp_path,
                   PYTHONPATH=str(tmp_path))  # fmt: skip

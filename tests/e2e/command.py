@@ -328,8 +328,8 @@ def assert_one_screen(text, *, most=15, where=True):
     """What, where, what to do; nothing of our own machinery or torch's."""
     lines = [line for line in text.splitlines() if not re.match(r"\d{4}-\d\d-\d\dT.* (INFO|WARNING) ", line)]
     assert len(lines) <= most, text
-    told = [line for line in lines if line.startswith("manyhands: ")]
-    assert told, text
+    reported = [line for line in lines if line.startswith("manyhands: ")]
+    assert reported, text
     assert not where or "\n  where: " in text, text
     assert "src/manyhands/" not in text, text
     assert "site-packages" not in text, text

@@ -61,8 +61,8 @@ def test_an_error_that_comes_every_time_is_of_one_rank_and_ends_the_run_after_th
     assert [event["rank"] for event in events("run", "failed")] == [1]
     named("run failed after", r"why: rank 1 on \S+ at step \d+ \(train\): KeyError", r"nets\.py:\d+")
     assert len(events("run", "restarted")) == 1
-    told, _, screen = err.partition("manyhands: ")
-    assert "the same error twice within 20 updates" in told
+    reported, _, screen = err.partition("manyhands: ")
+    assert "the same error twice within 20 updates" in reported
     assert screen.count("Traceback") == 1
     assert Path("run/ranks/failures/start-0/1.json").exists()
 
@@ -148,9 +148,9 @@ def test_all_ranks_of_a_session_report_the_first_cause(kept):
     *others, failed = [Path(f"{rank}.err").read_text() for rank in range(processes)]
     assert 'raise KeyError("the user\'s own mistake")' in failed
     assert "RunError" not in failed
-    for told in others:
-        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first: KeyError: \"the user's", told)
-        assert not any(word in told for word in CONSEQUENCES)
+    for reported in others:
+        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first: KeyError: \"the user's", reported)
+        assert not any(word in reported for word in CONSEQUENCES)
     if kept:
         failures = [read(f"run/ranks/failures/{rank}.json") for rank in range(processes)]
         assert [one["consequence"] for one in failures] == [True] * (processes - 1) + [False]

@@ -43,9 +43,9 @@ def test_each_part_ends_by_itself_and_says_how(tmp_path):
         got, seconds, found = harness.run_part("planted", name, "cpu", variables, 3.0 if name == "hangs" else 120.0)
         assert got == status, (name, found)
         result.add(name, got, seconds, **found)
-        told = json.loads((tmp_path / "out.json").read_text())
-        assert not told["complete"]
-        assert [part["name"] for part in told["parts"]] == list(wanted)[: len(told["parts"])]
+        reported = json.loads((tmp_path / "out.json").read_text())
+        assert not reported["complete"]
+        assert [part["name"] for part in reported["parts"]] == list(wanted)[: len(reported["parts"])]
     text = (tmp_path / "out.json").read_text()
     assert "RuntimeError: nothing at …/here" in text
     assert str(tmp_path) not in text
@@ -53,8 +53,8 @@ def test_each_part_ends_by_itself_and_says_how(tmp_path):
 
 def test_a_result_names_nobody():
     who = f"{getpass.getuser()} on {socket.gethostname()}"
-    told = nameless(f"{who} at 10.1.2.33 and fe80:0:0:0:1:2:3:4: /home/someone/a/b.py, line 7")
-    assert told == "USER on HOST at ADDRESS and ADDRESS: …/b.py, line 7"
+    reported = nameless(f"{who} at 10.1.2.33 and fe80:0:0:0:1:2:3:4: /home/someone/a/b.py, line 7")
+    assert reported == "USER on HOST at ADDRESS and ADDRESS: …/b.py, line 7"
     assert nameless("x" * 7000) == f"… {'x' * 6000}"
     assert nameless("1/2 of 3/4, torch 2.11.0") == "1/2 of 3/4, torch 2.11.0"
 
@@ -89,10 +89,10 @@ def test_parts_hold_on_a_processor(tmp_path):
          "--seconds", "560", "--out", str(tmp_path / "out.json"), *names],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert ran.returncode == 0, told
-    assert told["complete"]
-    statuses = {part["name"]: part["status"] for part in told["parts"]}
+    reported = json.loads((tmp_path / "out.json").read_text())
+    assert ran.returncode == 0, reported
+    assert reported["complete"]
+    statuses = {part["name"]: part["status"] for part in reported["parts"]}
     assert statuses.pop("out_of_memory_says_what_fits") == "skipped"
     assert statuses.pop("two_cards_share_parameters") == "unproven"
-    assert set(statuses.values()) == {"proven"}, told
+    assert set(statuses.values()) == {"proven"}, reported

@@ -94,14 +94,14 @@ def test_a_process_that_stands_still_is_killed_and_writes_nothing_later(places, 
 
 
 def begin_fault(here, place, options, rank, how="SIGKILL"):
-    """A run that something befalls once."""
+    """A run with one fault."""
     fault = {"FAULT_AT": place, "FAULT_RANK": str(rank), "FAULT_STEP": "7", "FAULT_HOW": how}
     here.mkdir(exist_ok=True)
     return command.begin(JOB, options, "-n 2 --out", here / "run", FAULT_MARKER=str(here / "marker"), **fault)
 
 
 def found_after(here, ended):
-    """The events that tell of it, and the updates that were made by then."""
+    """The events of the fault, and the updates made before it."""
     assert ended.code == 0, ended.err
     assert not marked(str(here))
     (again,), (resumed,) = events(here / "run", "restarted"), events(here / "run", "resumed")
@@ -227,9 +227,9 @@ def test_a_killed_process_is_replaced_and_costs_no_update(here, fault):
     assert weighed["between_failures_s"] < quiet["between_failures_s"] / 10
     best = best_save_interval(weighed["save_s"], weighed["between_failures_s"])
     assert weighed["seconds"] == pytest.approx(best, rel=0.01)
-    told, *_, last = done("why run", by=command.inside).out.partition("done: ")
-    assert told.startswith("run finished after")
-    assert "why:" not in told
+    reported, *_, last = done("why run", by=command.inside).out.partition("done: ")
+    assert reported.startswith("run finished after")
+    assert "why:" not in reported
     assert re.match(r"restarted .*rank 1 was killed by SIGKILL: restarting from step", last)
 
 

@@ -61,12 +61,12 @@ def test_one_node_writes_resumes_and_evaluates(images, here):
     assert content["state_dict"]["fc.weight"].shape == (1000, 1024)
 
     # Nothing was asked to be kept this time: the file is the one that the run goes on from.
-    told = json.loads(done(JOB, "-b 8 --epochs 3 --json -q", RESUMED).out.splitlines()[-1])
-    assert told["epochs"] == 3
+    reported = json.loads(done(JOB, "-b 8 --epochs 3 --json -q", RESUMED).out.splitlines()[-1])
+    assert reported["epochs"] == 3
     assert written("checkpoint.pth.tar")["epoch"] == 3
     assert not (here / "checkpoint-2.pth.tar").exists()
     shown = acc(done(JOB, "-e", RESUMED))
-    assert shown == pytest.approx((100 * told["final_top1"], 100 * told["final_top5"]), abs=6e-4)
+    assert shown == pytest.approx((100 * reported["final_top1"], 100 * reported["final_top5"]), abs=6e-4)
     refused(EXACT, "-b 8 --epochs 4", RESUMED, says="was trained with --lr 0.02, not 0.0005")
 
 

@@ -208,8 +208,8 @@ def test_code_named_by_a_run_is_announced_with_whether_it_changed(run_with_code,
     manyhands.load(run_with_code, model="net.py:make")
     assert not capsys.readouterr().err
     done("eval run", says="CHANGED since training")
-    told = f"running code from {here}/net.py, as run requests; CHANGED since training"
-    assert told in done("resume run --epochs 2").err
+    reported = f"running code from {here}/net.py, as run requests; CHANGED since training"
+    assert reported in done("resume run --epochs 2").err
 
 
 @OTHERS

@@ -158,9 +158,9 @@ def folder(tmp_path):
 @pytest.mark.slow
 def test_training_reads_the_packed_copy_and_gets_equal_weights_without_the_folder(folder, tmp_path):
     """tests/data/test_packed.py compares batches of folder and copy."""
-    told = json.loads(pack(folder, "--json").out.splitlines()[-1])
+    reported = json.loads(pack(folder, "--json").out.splitlines()[-1])
     copy = folder.with_name("宠物.pack")
-    assert (told["pictures"], told["made"], told["pack"]) == (22, True, str(copy))
+    assert (reported["pictures"], reported["made"], reported["pack"]) == (22, True, str(copy))
     ended = done("train", folder, JOB, "--out", tmp_path / "from-pack", "-n 2")
     assert "reading pictures from the packed copy 宠物.pack" in ended.err
     folder.rename(tmp_path / "away")

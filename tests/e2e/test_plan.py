@@ -187,10 +187,10 @@ SHARED = f"train digits mlp --batch 32 --epochs 1 {' '.join(QUICK[:-1])} train.p
 def test_a_run_with_unequal_shares_shows_them_and_resumes_with_equal_ones_at_another_number(here):
     done(SHARED, "uneven -n 2 --set cluster.shares=[24,8]")
     assert read("uneven/plan.json")["shares"] == [[24, 8]]
-    (told,) = events("uneven", "shares")
-    assert told["data"]["shares"] == [24, 8]
-    assert told["message"] == "shares of the batch of 32 samples, by process: 24, 8"
-    assert told["message"] in done("profile uneven", by=inside).out
+    (reported,) = events("uneven", "shares")
+    assert reported["data"]["shares"] == [24, 8]
+    assert reported["message"] == "shares of the batch of 32 samples, by process: 24, 8"
+    assert reported["message"] in done("profile uneven", by=inside).out
     shares = json.loads(done("profile uneven --json", by=inside).out)["shares"]
     assert shares == Run(here / "uneven", "finished").shares == [24, 8]
     ended = done("resume uneven -n 3 --epochs 2", QUICK)

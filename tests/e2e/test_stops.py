@@ -140,7 +140,7 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
     with training(*job, 0) as process, training(*job, 1) as other:
         wait_until(lambda: events("run", "saved"), process)
         other.send_signal(signal.SIGSTOP)
-        told(rf"waiting for rank 1 on \S+ \(process {other.pid} is stopped\)", "run/ranks/0.log", process)
+        reported(rf"waiting for rank 1 on \S+ \(process {other.pid} is stopped\)", "run/ranks/0.log", process)
         process.send_signal(signal.SIGINT)
         time.sleep(1)
         ended = stop(process, signal.SIGINT, code=130)
@@ -152,7 +152,7 @@ def process_of(rank):
     return psutil.Process(next(each["pid"] for each in command.read("run/env.json")["ranks"] if each["rank"] == rank))
 
 
-def told(pattern, path, process):
+def reported(pattern, path, process):
     """A line that a process writes down while the run stands still."""
     return wait_until(lambda: re.search(pattern, Path(path).read_text() if Path(path).is_file() else ""), process)
 
@@ -174,7 +174,7 @@ def test_waiting_ranks_started_by_hand_report_a_stopped_process(here):
             words = rf"waiting for rank {rank} on \S+ \(process {hung.pid} is stopped\)"
             for each in range(3):
                 if each != rank:
-                    told(words, f"run/ranks/{each}.log", processes[each])
+                    reported(words, f"run/ranks/{each}.log", processes[each])
             hung.send_signal(signal.SIGCONT)
             trains_on(processes[0])
         done("stop run")
@@ -193,9 +193,9 @@ def test_a_second_interrupt_or_stop_now_kills(how, here):
             wait_until((here / "asked").exists, process)
             process.send_signal(signal.SIGINT)
         else:
-            told = done("stop run --now", says="without saving").out
-            assert "nothing was saved" in told
-            assert "manyhands resume" not in told
+            reported = done("stop run --now", says="without saving").out
+            assert "nothing was saved" in reported
+            assert "manyhands resume" not in reported
         ended = finish(process, code=130)
     command.assert_one_screen(ended.err, where=False)
     assert ended.err.count("stopping after the current update") == 1
@@ -233,8 +233,8 @@ def test_killed_worker_is_reported_with_how_to_resume(here):
     ended = done(job, "--elastic off -n 2 --out run", code=1, **fault)
     command.assert_one_screen(ended.err)
     # It is said at once, and again, first of all, once all is cleaned up.
-    told, _, screen = ended.err.partition("manyhands: ")
-    assert re.search(r"WARNING rank 1 on \S+ was killed by SIGKILL; cleaning up", told)
+    reported, _, screen = ended.err.partition("manyhands: ")
+    assert re.search(r"WARNING rank 1 on \S+ was killed by SIGKILL; cleaning up", reported)
     assert screen.startswith("rank 1 was killed by SIGKILL\n")
     assert "memory" in ended.err
     assert events("run", "saved")[-1]["step"] == 7

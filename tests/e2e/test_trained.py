@@ -169,8 +169,8 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
     options = {"batch": 6, "lr": 1e-12, "weight_decay": 0.0}
     for number, weights in enumerate((run.path, "three.pth")):
         more = fit("cnn", *two, out=str(number), model__weights=str(weights), **options)
-        told = messages(more.path, "note")
-        assert any(" not loaded: " in text and "has 3 classes, not 2" in text for text in told), told
+        reported = messages(more.path, "note")
+        assert any(" not loaded: " in text and "has 3 classes, not 2" in text for text in reported), reported
         first, *_ = body
         assert torch.allclose(manyhands.load(more).network.state_dict()[first], body[first], atol=1e-6)
     with pytest.raises(UserError, match="the checkpoint belongs to another network") as raised:
@@ -195,8 +195,8 @@ def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
         assert (found["count"], found["top1"]) == (len(files), pytest.approx(hits / len(files)))
     assert run.test.count == 9 * len(LEVELS)
     assert run.best.count == run.final.count == 4 * len(LEVELS)
-    (told,) = events("run", "tested")
-    assert "held-out samples" in told["message"]
+    (reported,) = events("run", "tested")
+    assert "held-out samples" in reported["message"]
     record = read_run(run.path)
     assert any(line.startswith("test  top-1") for line in result_lines(record))
     assert result_object(record)["test_top1"] == run.test.top1

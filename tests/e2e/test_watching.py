@@ -34,11 +34,11 @@ def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
     ranks = here / "runs" / "first" / "ranks"
     with training(ENDLESS, here / "runs" / "first", "-n 2") as process:
         command.wait_until(lambda: metrics("runs/first"), process)
-        (told,) = json.loads(shown("ps --json"))
-        assert told["run"] == str(here / "runs" / "first")
-        assert (told["pid"], told["state"], told["processes"]) == (process.pid, "running", 2)
-        assert min(told["step"], told["epoch"]) >= 1
-        assert told["epochs"] == 100000
+        (reported,) = json.loads(shown("ps --json"))
+        assert reported["run"] == str(here / "runs" / "first")
+        assert (reported["pid"], reported["state"], reported["processes"]) == (process.pid, "running", 2)
+        assert min(reported["step"], reported["epoch"]) >= 1
+        assert reported["epochs"] == 100000
         head, row = shown("ps").splitlines()
         assert head.split()[:3] == ["run", "state", "pid"]
         assert row.split()[:3] == ["runs/first", "running", str(process.pid)]
@@ -131,9 +131,9 @@ def test_who_waits_and_who_is_waited_for(shared):
     text = shown("profile run")
     assert all(phase in text for phase in PHASES)
     assert re.search(r"would help most: rank 1 takes [0-9.]+ times as long as the other ranks", text)
-    told = json.loads(shown("profile run --json"))
-    assert told["ranks"][1]["compute"] >= SLEPT_S
-    assert 0 < told["change"]["gain"] <= 1
+    reported = json.loads(shown("profile run --json"))
+    assert reported["ranks"][1]["compute"] >= SLEPT_S
+    assert 0 < reported["change"]["gain"] <= 1
 
 
 @pytest.mark.slow

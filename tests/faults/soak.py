@@ -122,7 +122,7 @@ def faults(lab, folder, *, minutes, every_s, words, seed):
         while time.monotonic() < until:
             disturb(lab, process, draw, ("kill", "stop", "cut"))
             time.sleep(every_s)
-            wait_until(lambda: settled(lab, folder / "run"), process, patience=120)
+            wait_until(lambda: resolved(lab, folder / "run"), process, patience=120)
             held.append(holdings(lab, psutil.Process(process.pid)))
         process.send_signal(signal.SIGTERM)
         code = process.wait(120)
@@ -138,7 +138,7 @@ def faults(lab, folder, *, minutes, every_s, words, seed):
     return {**found, "holds": flat and code == EXIT_SAVED}
 
 
-def settled(lab, folder):
+def resolved(lab, folder):
     """Whether all train, and have for a moment since whatever happened last."""
     steps = [line["time"] for line in metrics(folder)]
     last = max(line["time"] for line in events(folder) if line["kind"] != "saved")

@@ -98,12 +98,12 @@ def kill_a_save(folder, step, draw):
             traceback.print_exc()
             os._exit(1)
     os.close(theirs)
-    with os.fdopen(ours) as told:
-        lines = [told.readline()]
+    with os.fdopen(ours) as reported:
+        lines = [reported.readline()]
         if lines[0]:
             time.sleep(draw.uniform(0, 2 * float(lines[0].split()[1])))
             os.kill(child, signal.SIGKILL)
-        lines += told
+        lines += reported
     assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the saving process failed"
     return {int(number): float(seconds) for number, seconds in map(str.split, lines)}
 

@@ -20,6 +20,17 @@ def _run_in_fork(module, *arguments):
     os._exit(code)
 
 
+def send_request(server, module, arguments, variables):
+    """Asks the fork server to run a module here, with these variables and the streams 0 to 2 of this process."""
+    import socket
+
+    mask = os.umask(0)
+    os.umask(mask)
+    request = [os.getcwd(), str(mask), module, str(len(arguments)), *arguments]  # noqa: PTH109
+    request += [f"{name}={value}" for name, value in variables.items()]
+    socket.send_fds(server, ["\0".join([*request, "", ""]).encode(errors="surrogateescape")], [0, 1, 2])
+
+
 def _exit_code_of_fork(module, *arguments):
     import contextlib
     import signal
@@ -35,11 +46,7 @@ def _exit_code_of_fork(module, *arguments):
             name.write("fork-client")
         if module == _AGENT:
             del os.environ["TEST_FORK_SERVER"]
-        mask = os.umask(0)
-        os.umask(mask)
-        request = [os.getcwd(), str(mask), module, str(len(arguments)), *arguments]  # noqa: PTH109
-        request += [f"{name}={value}" for name, value in os.environ.items()]
-        socket.send_fds(server, ["\0".join([*request, "", ""]).encode(errors="surrogateescape")], [0, 1, 2])
+        send_request(server, module, arguments, os.environ)
         for number in range(3):
             os.close(number)
         fork = int(server.recv(8))

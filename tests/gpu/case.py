@@ -26,7 +26,7 @@ def answer(cases, name, device, path, limit_s):
         code, found = 3, {"said": str(why)}
     except Unproven as why:
         code, found = 4, {"said": str(why)}
-    except BaseException:  # noqa: BLE001 - the output tells of it
+    except BaseException:  # noqa: BLE001 - the output describes it
         traceback.print_exc()
         code = 1
     Path(path).write_text(json.dumps(found))

@@ -100,9 +100,9 @@ def _law(device, size, settings, limit, mode="data", backend="gloo", updates=10)
     settings = {**settings, "parallel.mode": mode}
     several = _ranks(train, size, updates, normed, settings, device=device, backend=backend)
     # Rank 0 alone gathers a sharded network.
-    told = several if mode != "fsdp" else several[:1]
+    reported = several if mode != "fsdp" else several[:1]
     assert all(torch.equal(alone[0].evaluation[0], one.evaluation[0]) for one in several), "evaluations differ"
-    return _within({"worst": max(_worst(one.model, alone[0].model) for one in told)}, limit)["worst"]
+    return _within({"worst": max(_worst(one.model, alone[0].model) for one in reported)}, limit)["worst"]
 
 
 def two_processes_make_the_updates_of_one(device):
@@ -208,21 +208,21 @@ def fp16_skips_alike_and_goes_on(device):
 
 
 def _refused(world):
-    settings, told = {"train.precision": "fp32", "train.stop_after_bad": 1}, ""
+    settings, reported = {"train.precision": "fp32", "train.stop_after_bad": 1}, ""
     with _trainer(world, lambda: BadOnce(call=9), **settings) as trainer:
         try:
             fit(trainer)
         except RunError as error:
-            told = str(error)
+            reported = str(error)
         weights = {name: one.detach().cpu() for name, one in trainer.network.model.named_parameters()}
-        return told, weights
+        return reported, weights
 
 
 def a_bad_gradient_spoils_no_weight(device):
     for size in (1, 2):
         every = _ranks(_refused, size, device=device)
-        for told, weights in every:
-            assert "not finite" in told, told
+        for reported, weights in every:
+            assert "not finite" in reported, reported
             assert all(bool(torch.isfinite(one).all()) for one in weights.values()), "weights are spoiled"
         assert _worst(every[0][1], every[-1][1]) == 0, "processes differ"
     return {}

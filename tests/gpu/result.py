@@ -72,8 +72,8 @@ class ResultFile:
 
     def add(self, name: str, status: str, seconds: float, **more) -> None:
         """One part's outcome (proven, failed, timed out, skipped, unproven, not run), and what was said or measured."""
-        told = {key: nameless(value) if isinstance(value, str) else value for key, value in more.items() if value}
-        self.result["parts"].append({"name": name, "status": status, "seconds": round(seconds, 1), **told})
+        reported = {key: nameless(value) if isinstance(value, str) else value for key, value in more.items() if value}
+        self.result["parts"].append({"name": name, "status": status, "seconds": round(seconds, 1), **reported})
         self.write()
 
     def write(self, *, complete: bool = False) -> None:

@@ -34,7 +34,7 @@ def assert_one_run_of_two(ended, folder):
     assert len(events(folder / "run", "finished")) == 1
 
 
-# With --cpu alone accelerate starts one process, whatever it is told; --multi_gpu starts them on CPUs too.
+# With --cpu alone, accelerate always starts one process; --multi_gpu starts several on CPUs too.
 ACCELERATED = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
 LAUNCHERS = {
     "mpirun": ["mpirun", *["--allow-run-as-root"] * (os.geteuid() == 0), "-n", "2", "--oversubscribe", *MANYHANDS],
@@ -73,10 +73,10 @@ def test_explain_under_srun(slurm, tmp_path):
     # A file for each task: srun breaks long lines when it joins the tasks' output.
     output = ["--output", f"{tmp_path}/%t.json"]
     slurm.run("srun", "-n", "2", *output, *MANYHANDS, "explain", "--device", "cpu", "--json", env=environment())
-    told = {number: read(tmp_path, f"{number}.json") for number in (0, 1)}
-    assert {number: told[number]["rank"]["value"] for number in told} == {0: 0, 1: 1}
-    assert told[1]["rank"]["from"] == "SLURM_PROCID"
-    assert told[0]["master_address"]["value"] == "127.0.0.1"
+    reported = {number: read(tmp_path, f"{number}.json") for number in (0, 1)}
+    assert {number: reported[number]["rank"]["value"] for number in reported} == {0: 0, 1: 1}
+    assert reported[1]["rank"]["from"] == "SLURM_PROCID"
+    assert reported[0]["master_address"]["value"] == "127.0.0.1"
 
 
 def test_sbatch_takes_the_script(slurm):

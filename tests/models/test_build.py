@@ -34,13 +34,13 @@ def test_the_stem_of_resnets_suits_the_pictures_and_a_settled_name_means_the_sam
     needs = picture_needs(ModelOptions(name=name), size)
     assert (needs.channels, needs.size, len(needs.notes)) == (3 * (kernel == 7) or None, None, bool(words))
     assert words in "".join(needs.notes)
-    settled, channels = resolve_model(ModelOptions(name=name), size), 3 if kernel == 7 else 1
-    asked, again = (build(each, size=size, channels=channels) for each in (name, settled.name))
+    resolved, channels = resolve_model(ModelOptions(name=name), size), 3 if kernel == 7 else 1
+    asked, again = (build(each, size=size, channels=channels) for each in (name, resolved.name))
     assert next(one for one in asked.modules() if isinstance(one, nn.Conv2d)).kernel_size == (kernel, kernel)
     assert {key: one.shape for key, one in asked.state_dict().items()} == {
         key: one.shape for key, one in again.state_dict().items()
     }
-    assert resolve_model(settled, 224).name == settled.name
+    assert resolve_model(resolved, 224).name == resolved.name
     assert picture_needs(ModelOptions(name="resnet18", pretrained=True), size).notes == []
 
 

@@ -62,19 +62,19 @@ def test_weights_on_disk_are_used_and_the_network_is_made_again_without_them(cac
     with torch.no_grad():
         assert other.eval()(torch.rand(2, 3, 64, 64)).shape == (2, 7)
     file.unlink()
-    settled = resolve_model(ModelOptions(name=name, pretrained=True), 64)
-    again = build_model(settled, channels=3, size=64, num_classes=7)
+    resolved = resolve_model(ModelOptions(name=name, pretrained=True), 64)
+    again = build_model(resolved, channels=3, size=64, num_classes=7)
     assert shapes(other) == shapes(again)
     assert getattr(other, "transform_input", None) == getattr(again, "transform_input", None)
-    assert not settled.pretrained
+    assert not resolved.pretrained
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_has_a_head_to_replace_and_is_made_again_with_it(meta, name: str):
     model = network_of_zoo(name)
     zoo._replace_imagenet_heads(model, name, 7)
-    settled = resolve_model(ModelOptions(name=name, pretrained=True), 64)
-    again = build_model(settled, channels=3, size=picture_needs(settled, 64).size or 64, num_classes=7)
+    resolved = resolve_model(ModelOptions(name=name, pretrained=True), 64)
+    again = build_model(resolved, channels=3, size=picture_needs(resolved, 64).size or 64, num_classes=7)
     assert shapes(model) == shapes(again)
     assert all(1000 not in (getattr(x, "out_features", 0), getattr(x, "out_channels", 0)) for x in model.modules())
     assert [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1].out_features == 7

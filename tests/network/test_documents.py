@@ -49,7 +49,7 @@ def names_as_in_debian(lab):
         lab.set_names_as_in_debian(host)
 
 
-def told(ended):
+def reported(ended):
     """What `explain --json` said, a dictionary for each process."""
     return [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
 
@@ -110,7 +110,7 @@ def test_002_torch_distributed_launch_on_two_nodes(lab, type_everywhere, here):
         "python -m torch.distributed.launch --nproc_per_node=2 --nnodes=2 --node_rank={k} "
         f'--master_addr="{lab.address(1)}" --master_port=1234 -m manyhands '
     )
-    explained = [process for ended in type_everywhere(2, f"{launch} explain --json") for process in told(ended)]
+    explained = [process for ended in type_everywhere(2, f"{launch} explain --json") for process in reported(ended)]
     assert sorted(values(found, "rank", "local_rank") for found in explained) == [[0, 0], [1, 1], [2, 0], [3, 1]]
     for found in explained:
         assert values(found, "world_size", "master_address", "master_port") == [4, lab.address(1), 1234]
@@ -136,7 +136,7 @@ def test_002_the_command_once_on_each_machine(way, lab, names_as_in_debian, type
     count, exported, init = WAYS[way]
     exported, init = exported.replace("{address}", lab.address(1)), init.replace("{here}", str(here))
     for k, ended in enumerate(type_everywhere(count, f"{exported} manyhands explain {init} --json")):
-        (found,) = told(ended)
+        (found,) = reported(ended)
         assert values(found, "rank", "world_size") == [k, count]
         if exported:
             named = "n1" if k and way == "env://" else lab.address(1)
@@ -162,7 +162,7 @@ def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, he
     (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 8))
     explained = type_everywhere(2, "manyhands explain --rank-table ../table.json --json")
     for k, ended in enumerate(explained):
-        (found,) = told(ended)
+        (found,) = reported(ended)
         ranks = [8 * k, 8 * k + 7]
         assert values(found, "machine", "ranks", "world_size", "master_address") == [k, ranks, 16, lab.address(1)]
         assert found["world_size"]["from"] == "--rank-table ../table.json"

@@ -1,4 +1,4 @@
-"""Faults that a run on three hosts doesn't even notice, and some in a row; `make soak` goes on for longer."""
+"""Faults that a run on three hosts survives without a restart, and several in a row; `make soak` runs more."""
 
 import time
 

@@ -72,11 +72,11 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
 @pytest.mark.slow
 def test_two_processes_on_each_of_two_hosts_do_what_one_does(lab, here):
     done("launch", SHORT, EXACT, hosts(lab, 2, 2), "--out far --set train.max_steps=30")
-    (told,) = events("far", "averaging")
-    assert told["message"].startswith("gradients are averaged in two levels")
-    assert read("far", "plan.json")["averages"] == told["message"]
+    (reported,) = events("far", "averaging")
+    assert reported["message"].startswith("gradients are averaged in two levels")
+    assert read("far", "plan.json")["averages"] == reported["message"]
     done("resume far --set train.max_steps=0")
-    assert events("far", "averaging")[-1]["message"] == told["message"]
+    assert events("far", "averaging")[-1]["message"] == reported["message"]
     assert_same_updates("far", undisturbed(SHORT, EXACT, "-n 1"))
     gone(lab)
 

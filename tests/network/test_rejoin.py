@@ -90,14 +90,14 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_machine(count, host, end, l
         trains_on(steps, process)
         assert "run" in done("ps").out.split()
         assert "is active" in done("why run").out
-        told = stopped_as_undisturbed(process).err
+        reported = stopped_as_undisturbed(process).err
         gone(lab)
     assert done("ps").out == "no run is active\n"
     assert "run stopped" in done("why run").out
     done("stop run", code=2, says="the run is not active")
     assert not events("run", "restarted")
-    assert f"lost the connection to n{host}; reconnecting" in told
-    assert f"reconnected to n{host}" in told
+    assert f"lost the connection to n{host}; reconnecting" in reported
+    assert f"reconnected to n{host}" in reported
     done(f"resume run --set train.max_steps={steps()[-1] + 20}")
 
 
@@ -205,8 +205,8 @@ def test_one_host_of_three_continues_if_a_batch_in_one_pass_exceeds_its_memory(l
         (few_bytes / "memory.limit_in_bytes").write_text(str(used + (100 << 20)))
         for host in (2, 3):
             kill_agent(lab, host)
-        told = "computes an update in 3 micro-batches of at most 8 samples, the limit from the start of the run"
-        finish(process, code=0, says=told)
+        reported = "computes an update in 3 micro-batches of at most 8 samples, the limit from the start of the run"
+        finish(process, code=0, says=reported)
     # The others may be back before the end.
     assert 1 in [event["data"]["processes"] for event in events("run", "started")]
     assert_alike(final_weights("run"), undisturbed(job, limits))

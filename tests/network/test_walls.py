@@ -131,12 +131,12 @@ def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processe
             assert joins.returncode == 0
         trained_on(2, process)
         assert not attacked(lab, here, 1, 2)
-        told = json.loads(done("doctor --hosts n1,n2 --exposure --json", ssh).out)
-        for host, ports in told["open"].items():
+        reported = json.loads(done("doctor --hosts n1,n2 --exposure --json", ssh).out)
+        for host, ports in reported["open"].items():
             named = {f"{port['address']}:{port['port']}" for port in ports}
             assert outside(lab, int(host[1:])) <= named
             assert not [port for port in ports if port["lets_in"] and not port["address"].startswith("127.")]
-        assert f"a free port of {lab.address(2)} (eth0)" in " ".join(told["then"])
+        assert f"a free port of {lab.address(2)} (eth0)" in " ".join(reported["then"])
         still_trains(here, process)
         ended = stop(process, signal.SIGINT)
         assert FORGED not in ended.err + ended.out

@@ -45,13 +45,13 @@ def test_junk_is_not_said(kind, content):
 def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
     stranger = {"rank": 1, "host": "n2\x1b[2J", "what": "\x1b]0;title\x07broken\nmanyhands: all is well",
                 "hints": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
-    told = parse_message(json.dumps(stranger), PeerFailure)
-    assert told is not None
-    text = str(error_of_record(describe_peer_failure(told, rank=0, step=None, phase="build")))
+    reported = parse_message(json.dumps(stranger), PeerFailure)
+    assert reported is not None
+    text = str(error_of_record(describe_peer_failure(reported, rank=0, step=None, phase="build")))
     assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text
     for word in ("curl", "boo", "\x1b", "\x07"):
         assert word not in text
-    assert first_failure_fields(told)["excerpt"] == ""
+    assert first_failure_fields(reported)["excerpt"] == ""
 
 
 def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hides_the_cause(monkeypatch):
@@ -100,8 +100,8 @@ def test_a_rank_given_twice_ends_all_that_wait():
     assert all(f"rank 1 was given twice: to process {os.getpid()} on" in str(ended[rank]) for rank in (0, 1))
 
 
-@pytest.mark.parametrize(("digest", "told"), [("train.lr=1", True), ("train.lr=2", False)])
-def test_second_rank_0_of_the_same_job_is_reported_to_the_first(digest, told):
+@pytest.mark.parametrize(("digest", "reported"), [("train.lr=1", True), ("train.lr=2", False)])
+def test_second_rank_0_of_the_same_job_is_reported_to_the_first(digest, reported):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), False)
@@ -109,8 +109,8 @@ def test_second_rank_0_of_the_same_job_is_reported_to_the_first(digest, told):
     names.set("0", json.dumps({"host": "n1", "machine": "m", "pid": 5, "size": 2, "digest": digest}))
     second = ProcessInfo(rank=0, size=2, init=f"tcp://127.0.0.1:{port}")
     meet.report_to_waiting_ranks(second, lambda names: meet.report_duplicate_rank(names, second, "train.lr=1"))
-    assert names.check(["twice"]) == told
-    if told:
+    assert names.check(["twice"]) == reported
+    if reported:
         with pytest.raises(UserError, match="rank 0 was given twice: to process"):
             meet._refuse_reported(names, ProcessInfo(rank=1, size=2, init="tcp://x:1"), "train.lr=1", {})
 

@@ -1,6 +1,6 @@
 """What a process that joins takes: its interface, device and neighbors; what it says of them, and to whom it listens.
 
-What listens is closed to newcomers once all have come; who was there goes on, or goes, as it belongs.
+Listeners refuse new connections once all ranks have connected, and drop connections of strangers.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ def connected(store, own):
 @FILTERED
 @pytest.mark.parametrize(("members", "leaves"), [([], True), ([["127.0.0.3"]], True), ([["198.51.100.1"]], False)])
 def test_who_does_not_belong_goes_where_all_who_do_are_seen(members, leaves):
-    """A member that is behind another address can't be told from a stranger: then nobody is put out."""
+    """A member behind another address can't be distinguished from a stranger, so no connection is dropped."""
     with listener() as store, contextlib.ExitStack() as stack:
         own, member, stranger = [
             [stack.enter_context(end) for end in connected(store, address)]

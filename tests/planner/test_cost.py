@@ -36,17 +36,17 @@ def test_a_chain_costs_the_same_in_the_problem_and_in_the_prediction(sizes, seed
     setting = _setting(CHAIN, sizes, memory_limit_bytes=1e12)
     letters = random_letters(CHAIN, setting.mesh, seed)
     one = sharding_problem(CHAIN, setting)
-    told = evaluate(one.problem, choices_of(one, letters))
-    assert one.letters(told.choices) == letters
+    reported = evaluate(one.problem, choices_of(one, letters))
+    assert one.letters(reported.choices) == letters
     predicted = predict(CHAIN, letters, setting)
     # Labels are 64 bits wide; the problem leaves them out, as they are the same few bytes everywhere.
     sent = [c for c in predicted.collectives if c.when in {FORWARD, BACKWARD} and c.item_bytes == 4]
     expected = predicted.compute_seconds + sum(c.seconds(setting.links) for c in sent)
     free = [[replace(choice, gradient_seconds=0.0) for choice in node] for node in one.problem.nodes]
-    assert evaluate(replace(one.problem, nodes=free), told.choices).seconds == pytest.approx(expected, rel=1e-9)
+    assert evaluate(replace(one.problem, nodes=free), reported.choices).seconds == pytest.approx(expected, rel=1e-9)
     assert predicted.compute_seconds > 0
     # A limit that the problem keeps, the prediction keeps: bytes of conversions before the loss are the only ones more.
-    assert told.memory_bytes >= predicted.memory_bytes * (1 - 1e-9)
+    assert reported.memory_bytes >= predicted.memory_bytes * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("processes", [2, 8])

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 from manyhands.core.world import World
-from tests.fork_server import import_what_is_imported_late, request_fork
+from tests.fork_server import import_late_modules, request_fork
 from tests.processes.rank import run_rank
 
 RANK_MODULE, GRACE_S = "tests.processes.rank", 5  # in which the other ranks write their own errors
@@ -48,7 +48,7 @@ def run_on_ranks(function, size, *arguments, start="server", device="cpu", backe
 
 def _run_in_children(size, call, start):
     if start == "fork":
-        import_what_is_imported_late()
+        import_late_modules()
     started = mp.start_processes(run_rank, call, nprocs=size, start_method=start, join=False)
     while not started.join(grace_period=GRACE_S):
         pass
@@ -60,7 +60,7 @@ def _run_in_forks_of_server(size, folder, call):
         forks = [stack.enter_context(request_fork(RANK_MODULE, [folder, rank])) for rank in range(size)]
         end_s, failed = math.inf, []
         while forks and time.monotonic() < end_s:
-            for fork in select.select(forks, [], [], min(end_s - time.monotonic(), 1))[0]:
+            for fork in select.select(forks, [], [], max(0, min(end_s - time.monotonic(), 1)))[0]:
                 forks.remove(fork)
                 if (code := fork.recv(8)) != b"0":
                     failed.append(code.decode())

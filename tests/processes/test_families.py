@@ -101,7 +101,7 @@ def compare(world, name):
             got = train(world, mode, copy.deepcopy(model), size)
             alone = alone or got
             worst = difference(got, alone)
-        except Exception as error:  # noqa: BLE001 - whatever a network does; the table says it, and goes on
+        except Exception as error:  # noqa: BLE001 - any failure of a network becomes a row of the table
             worst = math.inf, f"{type(error).__name__}: {error}".partition("\n")[0]
         found.append((mode, time.monotonic() - started, *worst))
     return found

@@ -264,7 +264,7 @@ def _assert_updated(machines, several):
         torch.testing.assert_close(own, gradients, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close((own, own_buffers), several[0][0], rtol=0, atol=0)
-        # Who hangs is told from how many collectives each process has come to.
+        # The hung rank is found from the number of collectives that each process has started.
         assert begun == several[0][1] > 0
         assert len(machines) > 1 or by_gloo == 0, "BatchNorm's sums go through memory too"
 

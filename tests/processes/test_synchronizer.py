@@ -176,10 +176,10 @@ class _Paced:
             slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.watcher.world.size
             waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
             self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
-            told = self.watcher.numbers_to_sum(1.0, 10, 0.0)
+            reported = self.watcher.numbers_to_sum(1.0, 10, 0.0)
             for rank, step_s in enumerate(others_s, 1):
-                told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
-            self.watcher.observe(SimpleNamespace(extra=told, waited_s=0.0), self.steps.rounds, self.journal)
+                reported[rank], reported[size + rank] = step_s, exchange_s + waits_s[rank]
+            self.watcher.observe(SimpleNamespace(extra=reported, waited_s=0.0), self.steps.rounds, self.journal)
         return self.steps.pace.every, self.steps.pace.delay
 
     def said(self, kind):

@@ -155,7 +155,7 @@ def test_a_loss_that_does_not_add_up_is_named(name):
     assert "CrossEntropyLoss(weight=…) itself" in warned
 
 
-def _settled(loss, classes=5):
+def _resolved(loss, classes=5):
     return verify_loss(make_loss_fn(TrainOptions(), loss), classes, classes, World(), torch.float32)
 
 
@@ -176,10 +176,10 @@ def test_losses_of_probabilities_and_of_many_classes_are_tried(classes):
     def of_probabilities(output, labels):
         return F.binary_cross_entropy(output, F.one_hot(labels, classes).float())
 
-    assert _settled(of_probabilities, classes).dependence_reason == ""
+    assert _resolved(of_probabilities, classes).dependence_reason == ""
     weights = torch.ones(classes)
     weights[classes // 2] = 0.5
-    weighted = _settled(lambda output, labels: F.cross_entropy(output, labels, weight=weights), classes)
+    weighted = _resolved(lambda output, labels: F.cross_entropy(output, labels, weight=weights), classes)
     assert "not the mean of its samples' losses" in weighted.dependence_reason
 
 
@@ -195,24 +195,24 @@ class Scaled:
 
 def test_a_loss_without_a_hash_is_one_too_and_trying_leaves_a_loss_and_the_generators_as_they_were():
     loss, before = Stateful(), torch.get_rng_state()
-    assert _settled(loss).dependence_reason == ""
+    assert _resolved(loss).dependence_reason == ""
     assert loss.seen == 0
     assert torch.equal(torch.get_rng_state(), before)
-    assert _settled(functools.partial(Scaled())).dependence_reason == ""
+    assert _resolved(functools.partial(Scaled())).dependence_reason == ""
 
 
 def test_what_cannot_be_tried_is_named_with_its_words():
     def strict(output, labels):
         raise RuntimeError("wants the network's own outputs")
 
-    assert "wants the network's own outputs" in _settled(strict).dependence_reason
+    assert "wants the network's own outputs" in _resolved(strict).dependence_reason
     locked = Stateful()
     locked.lock = threading.Lock()
-    assert "cannot pickle '_thread.lock'" in _settled(locked).dependence_reason
-    told = _settled(
+    assert "cannot pickle '_thread.lock'" in _resolved(locked).dependence_reason
+    reported = _resolved(
         lambda output, labels: F.cross_entropy(output * torch.rand(len(output), 1), labels)
     ).dependence_reason
-    assert "different values for the same outputs" in told
+    assert "different values for the same outputs" in reported
 
 
 def test_a_batch_of_ignored_samples_moves_nothing():

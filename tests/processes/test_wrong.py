@@ -247,7 +247,7 @@ FAULTS = {
     ],
     2: [
         (("loss", True), "the loss is not finite", "rank 1, step 2"),
-        # An accelerator leaves out the update, and tells of it later.
+        # An accelerator skips the update and reports it later.
         (("gradient", True), "a gradient is not finite", "rank 0, step 2"),
         (("loss", False, "fsdp"), "the loss is not finite; the last 3 updates were skipped", "rank 1, step 4"),
     ],

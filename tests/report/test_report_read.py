@@ -88,7 +88,7 @@ def test_truncated_file_yields_its_complete_lines(tmp_path_factory, cut, junk):
 @pytest.mark.parametrize("bad", ['"soon"', '"nan"', '"inf"', "null", "[1]", "{}"])
 def test_a_record_whose_time_is_no_number_is_left_out_by_all_who_read_it(tmp_path, bad):
     run = FakeRun(tmp_path / "run").begin().train(0, 120)
-    before, told = read_run(run.path), explain_run(read_run(run.path)).lines()
+    before, reported = read_run(run.path), explain_run(read_run(run.path)).lines()
     for file in (run.folder.events, run.folder.metrics):
         *_, last = file.read_text().splitlines()
         with file.open("a") as lines:
@@ -97,7 +97,7 @@ def test_a_record_whose_time_is_no_number_is_left_out_by_all_who_read_it(tmp_pat
         assert all(isinstance(line["time"], float) for line in Tail(file).poll())
     found = read_run(run.path)
     assert (found.events, found.steps) == (before.events, before.steps)
-    assert explain_run(found).lines() == told
+    assert explain_run(found).lines() == reported
     assert math.isfinite(count_earlier_failures(run.folder)[1])
 
 
@@ -162,12 +162,12 @@ def test_thinned_records_are_few_and_tell_the_same_of_all_samples(found, most):
     assert len(thinned) <= most
     assert [record.step for record in thinned] == sorted({record.step for record in thinned})
     assert [record.step for record in thinned[-1:]] == [record.step for record in records[-1:]]
-    for told in (
+    for reported in (
         lambda record: record.samples,
         lambda record: record.samples * record.loss,
         lambda record: record.samples / record.images_per_s,
     ):
-        assert math.fsum(map(told, thinned)) == pytest.approx(math.fsum(map(told, records)))
+        assert math.fsum(map(reported, thinned)) == pytest.approx(math.fsum(map(reported, records)))
     if len(records) < most:
         assert thinned == records
 
@@ -232,8 +232,8 @@ def with_option(run, before, after):
 def test_the_change_on_two_machines(tmp_path, ranks, queued_s, words, gain):
     run = FakeRun(tmp_path).begin()
     assert best_change(read_run(tmp_path)) is None
-    told = json.loads(run.folder.environment.read_text())
-    run.folder.environment.write_text(json.dumps({**told, "ranks": [{"host": "n1"}, {"host": "n2"}]}))
+    reported = json.loads(run.folder.environment.read_text())
+    run.folder.environment.write_text(json.dumps({**reported, "ranks": [{"host": "n1"}, {"host": "n2"}]}))
     tell(run, *ranks, **({"queued_s": queued_s} if queued_s else {}))
     found = best_change(read_run(tmp_path))
     assert words in found.what

@@ -83,9 +83,9 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     assert "can be freed; to remove the files, run manyhands clean --yes" in out
     assert all(path.exists() for path in everything)
     code, out, _ = cleaned(capsys, "--json")
-    told = json.loads(out)
-    assert set(told["found"]) == {"code", "compiled", "decoded", "unpacked", "parts", "temporary"}
-    assert told["bytes"] >= 6 * 5000
+    reported = json.loads(out)
+    assert set(reported["found"]) == {"code", "compiled", "decoded", "unpacked", "parts", "temporary"}
+    assert reported["bytes"] >= 6 * 5000
     code, out, _ = cleaned(capsys, "--yes")
     assert code == 0
     assert " freed" in out

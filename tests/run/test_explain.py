@@ -15,7 +15,7 @@ from manyhands.run.train import launch_decision
 WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
 
-def told(environment=None, file=None, **flags):
+def reported(environment=None, file=None, **flags):
     flags = {key.replace("__", "."): value for key, value in flags.items()}
     return {row.key: row for row in explain_values(load_job(flags, file=file, environment={}), environment or {})}
 
@@ -24,7 +24,7 @@ def told(environment=None, file=None, **flags):
 def test_it_says_the_place_that_train_takes_and_what_is_ignored(shape):
     size, rank = shape
     variables = {**WORKER, "RANK": str(rank), "WORLD_SIZE": str(size)}
-    rows = told(variables, cluster__processes=4)
+    rows = reported(variables, cluster__processes=4)
     process_info = decide_launch(load_job({}, environment={}).job.cluster, variables).process_info
     assert (rows["rank"].value, rows["world_size"].value) == (process_info.rank, process_info.size) == (rank, size)
     assert (rows["rank"].origin, rows["master_port"].value) == ("RANK", 29400)
@@ -32,7 +32,7 @@ def test_it_says_the_place_that_train_takes_and_what_is_ignored(shape):
 
 
 def test_a_place_has_its_own_device():
-    rows = told({**WORKER, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, cluster__device="cuda")
+    rows = reported({**WORKER, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, cluster__device="cuda")
     assert rows["device"].value == "cuda:1"
     assert "auto" not in str(rows["backend"].value)
 
@@ -40,17 +40,17 @@ def test_a_place_has_its_own_device():
 def test_flags_files_and_defaults_are_distinguished(tmp_path):
     file = tmp_path / "job.toml"
     file.write_text("[cluster]\nprocesses = 3\n")
-    assert told(file=file)["processes"].origin == str(file)
-    assert told(file=file, cluster__processes=2)["processes"].origin == "-n"
-    assert told()["processes"].origin == "default"
-    assert told(cluster__device="cpu")["device"].origin == "--device"
+    assert reported(file=file)["processes"].origin == str(file)
+    assert reported(file=file, cluster__processes=2)["processes"].origin == "-n"
+    assert reported()["processes"].origin == "default"
+    assert reported(cluster__device="cpu")["device"].origin == "--device"
 
 
 def test_unequal_shares_are_shown():
-    by_hand = told(cluster__processes=2, cluster__shares=[24, 8])["shares"]
+    by_hand = reported(cluster__processes=2, cluster__shares=[24, 8])["shares"]
     assert (by_hand.value, by_hand.text, by_hand.origin) == ([24, 8], "24, 8 samples per update", "flag")
-    assert "measured" in told(cluster__shares="auto")["shares"].text
-    assert "shares" not in told(cluster__shares="equal")
+    assert "measured" in reported(cluster__shares="auto")["shares"].text
+    assert "shares" not in reported(cluster__shares="equal")
 
 
 def _explain(arguments, capsys):

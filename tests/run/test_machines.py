@@ -126,7 +126,7 @@ class Scene:
     def adds_n4(self):
         """What its user hears of it."""
         heard = []
-        self.run.add(Machine("n4"), lambda *told: heard.append(told))
+        self.run.add(Machine("n4"), lambda *reported: heard.append(reported))
         self.wait(0)
         return heard
 

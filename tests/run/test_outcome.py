@@ -185,17 +185,17 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "reported"),
     [(OSError("disk full"), "disk full"), (KeyboardInterrupt, "to write the report, run manyhands report")],
 )
-def test_a_page_that_is_not_drawn_is_said_and_fails_nothing(raised, told, folder, monkeypatch, capsys):
+def test_a_page_that_is_not_drawn_is_said_and_fails_nothing(raised, reported, folder, monkeypatch, capsys):
     def fails(_path):
         raise raised
 
     folder.metrics.touch()
     monkeypatch.setattr(page, "write_report", fails)
     report_on(JOB, folder)
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rankless", [True, False])
@@ -216,9 +216,9 @@ def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
     folder.machines.write_text(json.dumps([{**place, "folder": "/r", "local": False} for place in places]))
     put(folder, "saved|8", "stopped|8", "regrouped||n2 can join: restarting from step 8")
     head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(folder.path), hosts=["n1", "n2"], command=[])
-    told = why(folder, head)
-    assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in told.lines()
-    assert re.fullmatch("restarted with another machine .*: n2 can join: restarting from step 8", told.done[0])
+    reported = why(folder, head)
+    assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in reported.lines()
+    assert re.fullmatch("restarted with another machine .*: n2 can join: restarting from step 8", reported.done[0])
     assert not why(folder).machines
 
 

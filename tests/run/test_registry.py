@@ -275,12 +275,12 @@ def test_small_files_that_are_deleted_are_made_again_and_nothing_stops(watched):
     folder.job.unlink()
     folder.plan.unlink()
     with on_stop(lambda number, _frame: pytest.fail(f"stopped by {number}")):
-        told = list(look())
-        assert {f"{path} was deleted and has been restored" for path in (folder.job, folder.plan)} == set(told)
+        reported = list(look())
+        assert {f"{path} was deleted and has been restored" for path in (folder.job, folder.plan)} == set(reported)
         assert (folder.job.read_text(), folder.plan.read_text()) == ("[data]\n", "{}")
         shutil.rmtree(folder.ranks)
-        (told,) = look()
-        assert "ranks was deleted and has been restored" in told
+        (reported,) = look()
+        assert "ranks was deleted and has been restored" in reported
         assert look() == []
 
 

@@ -145,14 +145,14 @@ def test_what_training_changes_afterwards_is_not_in_the_copy():
         return value
 
     optimizer.step(loss)
-    told = {"rates": [1, 2]}
-    before = capture(ParallelNetwork(network), optimizer, Progress(step=1), told)
+    reported = {"rates": [1, 2]}
+    before = capture(ParallelNetwork(network), optimizer, Progress(step=1), reported)
     texts = str(before)
     optimizer.step(loss)
     optimizer.param_groups[0]["lr"] = 0.5
-    told["rates"].append(3)
+    reported["rates"].append(3)
     assert str(before) == texts
-    assert str(capture(ParallelNetwork(network), optimizer, Progress(step=1), told)) != texts
+    assert str(capture(ParallelNetwork(network), optimizer, Progress(step=1), reported)) != texts
 
 
 def test_who_keeps_a_copy_has_each_tensor_and_who_does_not_has_none():
