@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
 from manyhands.data.order import BatchSharing, Order, assign_blocks, group_boundaries
-from manyhands.train.shares import balanced
 
 counts = st.integers(1, 300)
 processes = st.integers(1, 9)
@@ -152,37 +151,3 @@ def test_each_block_is_dealt_once_and_none_would_be_done_sooner_elsewhere(count,
     assert all(mine == sorted(mine) for mine in dealt)
     longest = max(Fraction(len(mine), share) for mine, share in zip(dealt, shares, strict=True))
     assert all(Fraction(len(mine) + 1, share) >= longest for mine, share in zip(dealt, shares, strict=True))
-
-
-# Shares that suit speeds.
-speeds = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=8)
-
-
-@given(speeds, st.integers(0, 200), st.integers(0, 40), st.data())
-def test_shares_are_complete_and_nobody_goes_without(speeds_s, more, group, data):
-    batch, equal = len(speeds_s) + more, -(-(len(speeds_s) + more) // len(speeds_s))
-    most = [data.draw(st.integers(equal, batch)) for _ in speeds_s]
-    found = balanced(speeds_s, batch, group, most)
-    assert sum(found) == batch
-    assert min(found) >= 1
-    assert all(one <= limit for one, limit in zip(found, most, strict=True))
-
-
-@given(speeds, st.integers(0, 200))
-def test_no_sample_would_be_done_sooner_elsewhere(speeds_s, more):
-    batch = len(speeds_s) + more
-    found = balanced(speeds_s, batch, 0, [batch] * len(speeds_s))
-    longest = max(one * count for one, count in zip(speeds_s, found, strict=True))
-    for one, count in zip(speeds_s, found, strict=True):
-        others = [each * had for each, had in zip(speeds_s, found, strict=True) if had > 1]
-        assert not others or one * (count + 1) >= max(others) * (1 - 1e-9)
-    assert longest <= max(speeds_s) * -(-batch // len(speeds_s)) * (1 + 1e-9)
-
-
-def test_three_times_the_speed_gives_three_times_the_share_in_full_groups_where_it_fits():
-    assert balanced([1.0, 3.0], 32, 0, [32, 32]) == [24, 8]
-    assert balanced([1.0, 2.9], 64, 8, [64, 64]) == [48, 16]
-    assert balanced([1.0, 3.0], 32, 32, [32, 32]) == [24, 8]
-    assert balanced([1.0, 3.0], 32, 0, [20, 32]) == [20, 12]
-    # 35 groups of 4 and 5: a process that may take 21 gets no group of 5 beside four of 4.
-    assert max(balanced([1.0] * 6 + [0.25], 141, 4, [21] * 6 + [23])[:6]) <= 21
