@@ -159,8 +159,21 @@ def _other_networks(world):
     return found
 
 
+def _unseeded(world):
+    """The trained state of a network that each rank initializes otherwise, with buffers of several types."""
+    torch.manual_seed(world.rank)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3)).double()
+    net.to(memory_format=torch.channels_last)
+    for kind in (torch.bool, torch.int16, torch.int64, torch.bfloat16):
+        net.register_buffer(str(kind).replace(".", "_"), torch.full((2,), world.rank).to(kind))
+    net.register_buffer("scalar", torch.tensor(world.rank, dtype=torch.int16))
+    with opened(world) as here:
+        _loop(here, net)
+    return weights_of(net)
+
+
 def _of_any(world, folder):
-    return _left_early(world), _frozen(world), _copied(world, folder), _other_networks(world)
+    return _left_early(world), _frozen(world), _copied(world, folder), _other_networks(world), _unseeded(world)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +207,12 @@ def test_a_network_in_a_session_can_be_copied_and_keeps_nothing_of_it(found):
 def test_a_process_that_trains_another_network_is_named_in_place_of_mixing_gradients_up(found):
     wanted = [f"rank 1's network differs from rank 0's: {other}" for other in OTHERS.values()]
     assert found[2][3] == (wanted, wanted)
+
+
+def test_networks_that_differ_at_the_start_train_as_rank_0s(found):
+    (alone,) = found[1][4]
+    for weights in found[2][4]:
+        assert_close(weights, alone)
 
 
 def test_clipping_counts_what_the_optimizer_has():

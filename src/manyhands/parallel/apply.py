@@ -124,7 +124,9 @@ def equalize_replicas(tensors: dict[str, Tensor], world: World, *, always: bool 
     if equal or world.alone:
         return False
     for tensor in tensors.values():
-        dist.broadcast(tensor, src=0)
+        values = tensor.detach().flatten().view(torch.uint8)  # gloo sends bytes, but not all types, such as int16
+        dist.broadcast(values, src=0)
+        tensor.detach().copy_(values.clone().view(tensor.dtype).view(tensor.shape))
     return True
 
 
