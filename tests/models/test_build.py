@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.processes.updates import train
 from torch import nn
 from torchvision.models import GoogLeNetOutputs, InceptionOutputs
 
 from manyhands.core.errors import UserError
+from manyhands.core.world import World
 from manyhands.models.build import build_model, picture_needs, resolve_model
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.models.options import ModelOptions
@@ -220,3 +222,20 @@ def test_the_first_layer_of_quicknet_whitens_patches_and_has_the_opposites():
     wanted = torch.kron(torch.tensor([[1, -1], [-1, 1]]), torch.eye(12, dtype=torch.float64))
     torch.testing.assert_close(covariance, wanted, atol=0.01, rtol=0)
     assert not net.whiten.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (None, "uses the CIFAR stem"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), ""),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 6)),
+            "6 outputs for 5 classes; extra outputs count as wrong",
+        ),
+    ],
+)
+def test_a_run_records_notes_about_its_network(make, note):
+    notes = train(World(), 1, make, {"model.name": "resnet18"}).said("note")
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)

@@ -60,7 +60,7 @@ CASES = {
         Case(uneven(22, 7) | {"parallel.shared_memory": False}),
         Case(FSDP | uneven(22, 7), until=20),
         Case(FSDP | {"train.channels_last": True}),
-        # A network that looks at pictures first.
+        # A network that is initialized from pictures.
         Case({"model.name": "quicknet"}, until=3, make=None),
         # The sum of weighted gradients is the batch's; the method rounds it, so one update is compared coarsely.
         Case(uneven(22, 7) | {"sync.method": "bf16"}, until=1, tolerance=1e-2),
@@ -107,6 +107,9 @@ def test_several_processes_make_the_updates_of_one(size):
         alone, exact = train(World(), *case.arguments(lone)), "sync.method" not in case.flags
         summed = [sum(each) for each in zip(*(one.losses for one in several), strict=True)]
         assert summed == pytest.approx(alone.losses, rel=case.tolerance), case
+        if case.flags.get("model.name") == "quicknet":
+            filters, opposites = alone.model["whiten.weight"].chunk(2)
+            assert torch.equal(filters, -opposites)
         for found in several:
             assert_alike(found.model, alone.model, case.tolerance)
             if exact:
