@@ -5,6 +5,7 @@ would write. The Chinese meanings lie in docs/zh/meanings.toml; where one is mis
 """
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from types import UnionType
@@ -52,7 +53,8 @@ CHINESE_HEAD = """# 全部选项
 选项的键写作“节名.选项名”。以 `train.lr` 为例：在 job.toml 中写在 `[train]` 一节，即 `lr = 0.1`；
 在命令行中写作 `--set train.lr=0.1` 或 `--train.lr 0.1`；环境变量写作 `MANYHANDS_TRAIN__LR=0.1`；
 在 Python 中写作 `lr=0.1`（其他节的选项要加节名，例如 `data__workers=4`）。
-执行 `manyhands train … --show-config` 可以查看当前生效的值及其来源。下面列出的默认值不含配方的设置，见[配方](guides/recipes.md)。
+执行 `manyhands train … --show-config` 可以查看当前生效的值及其来源。
+下面列出的默认值不含配方的设置，见[配方](guides/recipes.md)。
 """
 
 
@@ -109,7 +111,7 @@ def translated(kind: str) -> str:
     """A type's words in Chinese."""
     for english, chinese in TYPES_IN_CHINESE.items():
         kind = kind.replace(english, chinese)
-    return kind
+    return re.sub(r"(?<=[一-鿿]) (?=[一-鿿])", "", kind).replace(", ", "、")
 
 
 def page(head: str, titles: tuple[str, str, str, str], chinese: dict[str, str]) -> str:
