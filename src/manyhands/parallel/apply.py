@@ -95,9 +95,8 @@ def compare_replicas(
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
     for number, name in enumerate(tensors):
-        layout = network.layouts.get(name) if network else None
-        mesh = network.layouts.mesh if network else None
-        first = [layout.first_holder(mesh, rank) if layout and mesh else 0 for rank in range(world.size)]
+        layouts = network.layouts if network and name in network.layouts else None
+        first = [layouts[name].first_holder(layouts.mesh, rank) if layouts else 0 for rank in range(world.size)]
         sums = [one[number] for one in everybody]
         different = [rank for rank, own in enumerate(sums) if not torch.equal(own, sums[first[rank]])]
         if different:
@@ -120,8 +119,7 @@ def check_replicas(tensors: dict[str, Tensor], world: World, step: int, network:
 
 def equalize_replicas(tensors: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
     """Broadcasts rank 0's tensors if replicas differ, or `always`. Returns True if it sent them. A collective."""
-    equal = not always and compare_replicas(tensors, world) is None
-    if equal or world.alone:
+    if world.alone or not (always or compare_replicas(tensors, world)):
         return False
     for tensor in tensors.values():
         values = tensor.detach().flatten().view(torch.uint8)  # gloo sends bytes, but not all types, such as int16
