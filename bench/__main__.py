@@ -47,7 +47,7 @@ class Asked:
 ASKED = [
     Asked("the DDP introduction's job, of a bare DDP loop", "mnist_mlp", "manyhands", "bare", least=3),
     Asked("the same, of a loop that sends nothing", "mnist_mlp", "manyhands", "alone", least=0.6),
-    Asked("the same, of the document's script", "mnist_mlp", "manyhands", "document", least=5),
+    Asked("the same, of the introduction's script", "mnist_mlp", "manyhands", "document", least=5),
     Asked("the same, of Accelerate", "mnist_mlp", "manyhands", "accelerate", least=5),
     Asked("the same, of Lightning", "mnist_mlp", "manyhands", "lightning", least=7),
     Asked("ResNet-18, defaults, of Accelerate (with bf16 in the processor)", "cifar_resnet", "manyhands", "accelerate",

@@ -152,7 +152,7 @@ def tell(job, ranks):
         each, save_ms = statistics.median(shares), 1e3 * statistics.median(by["checkpoint"])
         say(
             f"{job}, {of}: an update {1e3 * update:.3f} ms; records and checks {each:.1%} ({min(shares):.1%} to "
-            f"{max(shares):.1%}), proof every {steps} updates {proof:.1%}, checkpoint every {seconds:.0f} s "
+            f"{max(shares):.1%}), replica check every {steps} updates {proof:.1%}, checkpoint every {seconds:.0f} s "
             f"{saved:.1%} ({save_ms:.0f} ms): {each + proof + saved:.1%}, asked {asked:.0%}"
         )
         found[f"{job}, {of}"] = [100 * (share + proof + saved) for share in shares]

@@ -125,8 +125,8 @@ def main():
                 rate, cost = run(*jobs[name])
                 rates[name].append(rate)
                 costs[name].append(cost)
-                told = f"{rate:>6.0f} images/s {cost:>6.2f} ms   load {os.getloadavg()[0]:.1f}"
-                print(f"round {number + 1}: {name:<14} {told}", flush=True)
+                figures = f"{rate:>6.0f} images/s {cost:>6.2f} ms   load {os.getloadavg()[0]:.1f}"
+                print(f"round {number + 1}: {name:<14} {figures}", flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     others = [name for name in jobs if name != "main.py"]

@@ -1,4 +1,4 @@
-"""Accelerate: its prepare() around the document's loop. For torchrun."""
+"""Accelerate: its prepare() around the DDP introduction's loop. For torchrun."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it

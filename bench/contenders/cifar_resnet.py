@@ -27,12 +27,12 @@ class Stopwatch:
     def __init__(self, name, steps):
         self.name, self.steps, self.done, self.began = name, steps, 0, 0.0
 
-    def __call__(self, *, told):
+    def __call__(self, *, reports):
         self.done += 1
         if self.done == WARM_UP:
             self.began = time.perf_counter()
         over = self.done == WARM_UP + self.steps
-        if over and told:
+        if over and reports:
             rate = self.steps * BATCH * PROCESSES / (time.perf_counter() - self.began)
             sys.stdout.write(json.dumps({"contender": self.name, "images_per_s": rate}) + "\n")
             sys.stdout.flush()
@@ -71,7 +71,7 @@ def bare(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(images[part]), labels[part]).backward()
         optimizer.step()
-        if over(told=rank == 0):
+        if over(reports=rank == 0):
             break
     dist.destroy_process_group()
 
@@ -88,7 +88,7 @@ def accelerate(steps):
         optimizer.zero_grad()
         with_it.backward(F.cross_entropy(model(images), labels))
         optimizer.step()
-        if over(told=with_it.is_main_process):
+        if over(reports=with_it.is_main_process):
             break
     with_it.end_training()
 
@@ -111,7 +111,7 @@ def lightning(steps):
         over = Stopwatch("lightning", steps)
 
         def on_train_batch_end(self, trainer, *_):
-            self.over(told=trainer.is_global_zero)
+            self.over(reports=trainer.is_global_zero)
 
     trainer = tool.Trainer(
         accelerator="cpu", devices=PROCESSES, strategy="ddp", max_steps=WARM_UP + steps, max_epochs=-1, logger=False,

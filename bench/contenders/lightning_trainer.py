@@ -1,4 +1,4 @@
-"""Lightning: a module, a Trainer that starts its own second process, and the document's loader."""
+"""Lightning: a module, a Trainer that starts its own second process, and the DDP introduction's loader."""
 
 import lightning
 import torch
