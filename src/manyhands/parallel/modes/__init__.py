@@ -2,7 +2,6 @@
 
 A module defines:
 
-- `DESCRIPTION`: a short description for users.
 - `NORM_GROUPS`: True if BatchNorm groups don't depend on the number of processes.
 - `OFFERS`: the requirements of sync methods (`core/needs.py`) that the mode meets; empty: only the mode averages.
 - `apply(model, world, request) -> ParallelNetwork`: wraps the network for this mode.

@@ -3,7 +3,6 @@
 from manyhands.core.needs import Need
 from manyhands.parallel.split.network import shard_by_plan
 
-DESCRIPTION = "searches for the fastest sharding of each op, by measured costs"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 NOTHING_ALONE = True

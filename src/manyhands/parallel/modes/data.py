@@ -20,7 +20,6 @@ from manyhands.parallel.group import collectives, listeners
 from manyhands.parallel.network import ModeRequest, NetworkTraits, ParallelNetwork
 from manyhands.parallel.replicas.shared_memory import ALONE, ON_SEVERAL, SharedSums, ranks_by_machine, share_memory
 
-DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
 OFFERS = frozenset({needs.WHOLE_GRADIENTS, needs.OWN_AVERAGE, needs.AVERAGE_HOOK})
 NOTHING_ALONE = True

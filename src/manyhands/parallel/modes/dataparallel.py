@@ -7,7 +7,6 @@ from manyhands.core import devices, needs
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
-DESCRIPTION = "one process splits each batch over the devices of this machine"
 NORM_GROUPS = False
 OFFERS = frozenset[needs.Need]()
 ONE_PROCESS = "one process for all devices"

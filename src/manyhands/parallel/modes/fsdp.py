@@ -12,7 +12,6 @@ from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.network import DataShare, ModeRequest, NetworkTraits, ParallelNetwork
 
-DESCRIPTION = "each process holds a shard of every parameter and gathers parameters when needed"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 

@@ -23,7 +23,6 @@ from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
 
-DESCRIPTION = "the network's own code splits the network over the axes of a mesh"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 TAKES_MESH = True

@@ -3,7 +3,6 @@
 from manyhands.core.needs import Need
 from manyhands.parallel.split.network import shard_by_plan
 
-DESCRIPTION = "shards the ops given by --pin; all other ops shard the batch"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 FOLLOWS_PLAN = True

@@ -6,7 +6,6 @@ from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
-DESCRIPTION = "one process, one device"
 NORM_GROUPS = True
 OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE, AVERAGE_HOOK})
 ONE_PROCESS = "one process"

@@ -2,7 +2,6 @@
 
 A module defines:
 
-- `DESCRIPTION`: a short description for users.
 - `EXACT`: True if updates are those of a single process, up to the order of sums.
 - `NEEDS`: the requirements of the method (`core/needs.py`). It is empty if the parallel mode does all the work.
 - `estimate(case, options) -> list[Cost]`: the estimated cost of each variant of the method.

@@ -9,7 +9,6 @@ from manyhands.sync.costs import Cost, LinkCase, gradient_cost, statistics_cost
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
-DESCRIPTION = "averages all gradients in every update, in full precision"
 EXACT = True
 PRECEDENCE = 0
 NEEDS: tuple[Need, ...] = ()

@@ -9,7 +9,6 @@ from manyhands.sync.costs import Cost, LinkCase, gradient_cost, statistics_cost
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
-DESCRIPTION = "averages all gradients in every update, rounded to bfloat16 for transfer"
 EXACT = False
 EXCEPTION = "Gradients are rounded to bf16 before they are added up (sync.method = bf16)."
 PRECEDENCE = 10

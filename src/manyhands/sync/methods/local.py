@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
-DESCRIPTION = "updates each machine separately, and averages the compressed parameter changes every few steps"
 EXACT = False
 EXCEPTION = "Local steps (sync.method = local): results depend on the number of machines."
 EVERY_UPDATE = False

@@ -12,7 +12,6 @@ from manyhands.sync.costs import Cost, LinkCase, MessageCost, RankOptions, low_r
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
-DESCRIPTION = "averages low-rank approximations of the gradients; the residual is added to the next gradients"
 EXACT = False
 EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on the number of processes or machines."
 PRECEDENCE = 20
