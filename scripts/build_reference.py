@@ -50,9 +50,13 @@ CHINESE_HEAD = """# 全部选项
 
 <!-- 由 scripts/build_reference.py 生成；请在代码中修改选项，不要修改本页 -->
 
-选项的键写作“节名.选项名”。以 `train.lr` 为例：在 job.toml 中写在 `[train]` 一节，即 `lr = 0.1`；
-在命令行中写作 `--set train.lr=0.1` 或 `--train.lr 0.1`；环境变量写作 `MANYHANDS_TRAIN__LR=0.1`；
-在 Python 中写作 `lr=0.1`（其他节的选项要加节名，例如 `data__workers=4`）。
+选项的键写作“节名.选项名”，例如 `train.lr`。将 `train.lr` 设为 0.1 的方法有以下几种：
+
+- job.toml：在 `[train]` 一节中写 `lr = 0.1`
+- 命令行：加参数 `--set train.lr=0.1` 或 `--train.lr 0.1`
+- 环境变量：设置 `MANYHANDS_TRAIN__LR=0.1`
+- Python：传入 `lr=0.1`（`train` 以外各节的选项要加上节名，例如 `data__workers=4`）
+
 执行 `manyhands train … --show-config` 可以查看当前生效的值及其来源。
 下面列出的默认值不含配方的设置，见[配方](guides/recipes.md)。
 """
