@@ -58,7 +58,7 @@ CHINESE_HEAD = """# 全部选项
 - Python：传入 `lr=0.1`（`train` 以外各节的选项要加上节名，例如 `data__workers=4`）
 
 执行 `manyhands train … --show-config` 可以查看当前生效的值及其来源。
-下面列出的默认值不含配方的设置，见[配方](guides/recipes.md)。
+下面列出的默认值不包括配方中的设置，见[配方](guides/recipes.md)。
 """
 
 
