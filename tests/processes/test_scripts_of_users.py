@@ -21,8 +21,6 @@ from tests.processes.ranks import run_on_ranks
 SCRIPTS = Path(__file__).parents[1] / "scripts_of_users"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 MOST_LINES = 6
-# bfloat16 has three digits, and where a sum is cut decides the last one.
-TOLERANCE = dict.fromkeys(NAMES, 1e-09) | {"half_precision": 1e-2}
 
 
 class _OurOrder:
@@ -116,9 +114,8 @@ def _on_ranks(size, names):
 
 @pytest.fixture(scope="module")
 def at_sizes():
-    """Each script on two or on three processes, and some on one."""
-    names = {1: NAMES[::4], 2: NAMES[::2], 3: NAMES[1::2]}
-    return {size: _on_ranks(size, some) for size, some in names.items()}
+    """Each script on two processes and on three, and one on one."""
+    return {size: _on_ranks(size, NAMES[:1] if size == 1 else NAMES) for size in (1, 2, 3)}
 
 
 def _results(name, at_sizes):
@@ -136,7 +133,7 @@ def _numbers(lines):
 def test_few_lines_differ(name):
     plain, moved = ([line.strip() for line in part.splitlines() if line.strip()] for part in _parts(name))
     changed = [line for line in difflib.ndiff(plain, moved) if line.startswith("+ ")]
-    assert len(NAMES) == 9
+    assert len(NAMES) == 2
     assert 0 < len(changed) <= MOST_LINES, changed
 
 
@@ -149,7 +146,7 @@ def test_losses_are_the_plain_script_s_on_any_number_of_processes(name, at_sizes
     assert len(plain) >= 3
     for ((lines, code), _, _), *others in _results(name, at_sizes):
         assert code == 0
-        assert _numbers(lines) == pytest.approx(_numbers(plain), rel=TOLERANCE[name], abs=TOLERANCE[name] / 100)
+        assert _numbers(lines) == pytest.approx(_numbers(plain), rel=1e-9, abs=1e-11)
         assert all(whole[0] == [] for whole, _, _ in others)
 
 
