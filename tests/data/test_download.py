@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 from tests.data.sets import write_mnist
 
 from manyhands.core.download import download
@@ -17,6 +18,7 @@ from manyhands.data import known
 from manyhands.data.datasets.published import fetch
 from manyhands.data.open import open_data
 from manyhands.data.options import DataOptions
+from manyhands.models.architectures.torchvision import fetch_weights
 
 CONTENT = bytes(range(256)) * 5000
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -25,17 +27,16 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """A server on loopback that remembers what it is asked for and by whom; `folder` is what it serves."""
-    asked, heard, wanted = [], [], [""]
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
-            heard.append(self.headers.get("Authorization"))
+            serving.asked.append(self.path)
+            serving.heard.append(self.headers.get("Authorization"))
             if self.path == "/elsewhere":
                 self.send_response(302)
                 self.send_header("Location", f"http://localhost:{serving.server_port}/mnist/x.gz")
                 self.end_headers()
-            elif self.headers.get("Authorization", "") != wanted[0]:
+            elif self.headers.get("Authorization", "") != serving.wanted:
                 self.send_error(401)
             else:
                 super().do_GET()
@@ -46,15 +47,13 @@ def server(tmp_path, monkeypatch):
     folder = tmp_path / "served"
     (folder / "mnist").mkdir(parents=True)
     (folder / "mnist" / "x.gz").write_bytes(CONTENT)
-    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=serving.serve_forever)
-    thread.start()
-    serving.asked, serving.heard, serving.folder, serving.wanted = asked, heard, folder, wanted
-    monkeypatch.setenv("MANYHANDS_MIRROR", f"http://127.0.0.1:{serving.server_port}/")
-    yield serving
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
+    handler = functools.partial(Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        serving.asked, serving.heard, serving.folder, serving.wanted = [], [], folder, ""
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MANYHANDS_MIRROR", f"http://127.0.0.1:{serving.server_port}/")
+        yield serving
+        serving.shutdown()
 
 
 def test_a_wrong_checksum_leaves_nothing_and_a_later_run_tries_again(server, tmp_path):
@@ -72,6 +71,21 @@ def test_a_wrong_checksum_leaves_nothing_and_a_later_run_tries_again(server, tmp
     assert {path.name for path in into.parent.iterdir() if not path.name.endswith(".lock")} == {"x.gz"}
 
 
+def test_published_weights_are_downloaded_once_and_checked(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    wrong = server.folder / "net-01234567.pth"
+    torch.save({"w": torch.arange(3)}, wrong)
+    right = wrong.with_name(f"net-{hashlib.sha256(wrong.read_bytes()).hexdigest()[:8]}.pth")
+    right.write_bytes(wrong.read_bytes())
+    address = f"http://127.0.0.1:{server.server_port}"
+    with pytest.raises(UserError, match="SHA-256"):
+        fetch_weights(f"{address}/{wrong.name}")
+    for _ in range(2):
+        assert fetch_weights(f"{address}/{right.name}").read_bytes() == right.read_bytes()
+    assert server.asked == [f"/{wrong.name}", f"/{right.name}"]
+    assert [path.name for path in tmp_path.joinpath("home").rglob("*.pth*") if path.suffix != ".lock"] == [right.name]
+
+
 def test_missing_file_and_dead_server_are_reported(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="File not found"):
         fetch("mnist/none.gz", (), MD5, tmp_path / "none.gz")
@@ -85,7 +99,7 @@ def test_missing_file_and_dead_server_are_reported(server, tmp_path, monkeypatch
 
 def test_a_mirror_with_a_password_works_and_its_password_is_nowhere(server, tmp_path, monkeypatch):
     into = tmp_path / "data" / "x.gz"
-    server.wanted[0] = f"Basic {base64.b64encode(b'anna:s3cr:t/word').decode()}"
+    server.wanted = f"Basic {base64.b64encode(b'anna:s3cr:t/word').decode()}"
     monkeypatch.setenv("MANYHANDS_MIRROR", f"http://anna:s3cr%3At%2Fword@127.0.0.1:{server.server_port}/")
     assert fetch("mnist/x.gz", (), MD5, into).read_bytes() == CONTENT
     into.unlink()

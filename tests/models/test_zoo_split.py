@@ -1,9 +1,12 @@
 """torchvision's classification networks as graphs of ops: whatever can be cut says how, and what can't is named."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.models.test_law import ZOO
+from tests.processes.test_families import without_draws
 from torch import nn
 from torchvision import models
 
@@ -17,13 +20,9 @@ from manyhands.parallel.split.tracing import describe_network
 
 SAMPLES = 2
 
-# One of each family; their larger relatives are made of the same ops.
-FAMILIES = [
-    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "maxvit_t", "mnasnet0_5",
-    "mobilenet_v2", "mobilenet_v3_large", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnext50_32x4d",
-    "squeezenet1_0", "swin_t", "swin_v2_t", "vit_b_32",
-]  # fmt: skip
 FEW = ["squeezenet1_1", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet"]
+# Made of the ops of others of the zoo.
+RELATIVES = {*FEW, "inception_v3", "resnet50", "vgg11", "vgg11_bn", "vit_b_16", "vit_h_14"}
 
 
 def _build(name):
@@ -36,25 +35,18 @@ def _build(name):
     return models.get_model(name, weights=None, num_classes=5, **how), size
 
 
-def _without_draws(model):
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if type(module).__name__ in {"StochasticDepth", "MultiheadAttention", "ShiftedWindowAttention"}:
-            for name in ("p", "dropout", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-    return model
-
-
 def _flat(output):
     return [output] if isinstance(output, torch.Tensor) else [one for one in output if one is not None]
 
 
-def check(name):
-    """Its ops have letters, and under a plan for one process it gives what it gives by itself."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name not in RELATIVES)]
+)
+def test_a_network_gives_under_a_plan_for_one_process_what_it_gives_by_itself(name):
+    """Each op says how it can be cut."""
     model, size = _build(name)
-    model = _without_draws(model).double().train()
+    model = without_draws(model).double().train()
     picture = torch.zeros(3, size, size, dtype=torch.float64)
     pictures = torch.rand(SAMPLES, 3, size, size, dtype=torch.float64)
     alone = copy.deepcopy(model)
@@ -66,29 +58,14 @@ def check(name):
     assert [op.name for op in graph.ops.values() if op.letters and not {"n", "r"} & set(op.allowed_letters())] == []
     assert [op.name for op in graph.ops.values() if op.extents and "n" not in op.allowed_letters()] == []
     network = shard_by_plan(model, World(), ModeRequest(plan=Plan(Mesh((("dp", 1),))), picture=picture))
-    share = lambda parts, index: _OneShare()  # noqa: E731
-    network.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share))
+    share = SimpleNamespace(spans=(), shared_groups=(), count=SAMPLES)  # all samples, as one group of BatchNorm
+    network.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, lambda parts, index: share))
     with torch.no_grad():
         for mode, outputs in zip((True, False), wanted, strict=True):
             got = _flat(network.call.train(mode)(pictures))
             assert len(got) == len(outputs)
             for one, other in zip(got, outputs, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    return graph
-
-
-class _OneShare:
-    """All samples, as one group of BatchNorm."""
-
-    spans = ()
-    shared_groups = ()
-    count = SAMPLES
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
-def test_a_network_gives_under_a_plan_for_one_process_what_it_gives_by_itself(name):
-    check(name)
 
 
 class Branching(nn.Module):
