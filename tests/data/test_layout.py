@@ -76,38 +76,27 @@ class Made:
         (place / "loose.jpg").touch()
         self.unused[self.path(place / "loose.jpg")] = ".jpg outside the class folders"
 
-    def put_elsewhere(self, number: int) -> Path:
-        (self.outside / str(number)).mkdir()
-        (self.outside / str(number) / "x.webp").touch()
-        return self.outside / str(number)
-
     def put_link(self, place: Path, split: str, label: str, kind: str) -> None:
-        """Adds a link: to a folder of pictures elsewhere, to this folder's own, to a picture, or to nothing."""
-        number = next(NUMBERS)
-        if kind == "elsewhere":
-            (place / f"link{number}").symlink_to(self.put_elsewhere(number))
-            self.used[split].add((label, str(place / f"link{number}" / "x.webp")))
-        elif kind == "loop":
-            (place / f"link{number}").symlink_to(self.root)
-            self.unused[self.path(place / f"link{number}")] = "links to folders that are already included"
-        elif kind == "picture":
-            (self.outside / f"{number}.png").touch()
-            (place / f"link{number}.png").symlink_to(self.outside / f"{number}.png")
-            self.used[split].add((label, str(place / f"link{number}.png")))
-        else:
-            (place / f"link{number}.txt").symlink_to("nowhere")
-            self.unused[self.path(place / f"link{number}.txt")] = ".txt"
+        """Adds a link: to a folder of pictures elsewhere, to a folder that holds the link, to a picture, or to nothing.
 
-    def put_class(self, place: Path, split: str, target: str) -> None:
-        """Adds a link beside the class folders: to a folder of pictures elsewhere, or to one that holds the link."""
+        Without a label it lies beside the class folders, and is one if it holds pictures.
+        """
         number = next(NUMBERS)
-        link = place / f"linked{number}"
-        if target == "elsewhere":
-            link.symlink_to(self.put_elsewhere(number))
-            self.used[split].add((link.name, str(link / "x.webp")))
-        else:
-            link.symlink_to(place)
+        link, outside = place / f"link{number}", self.outside / str(number)
+        if kind == "elsewhere":
+            outside.mkdir()
+            link.symlink_to(outside)
+            self.picture(link / "x.webp", split, label or link.name)
+        elif kind == "loop":
+            link.symlink_to(self.root if label else place)
             self.unused[self.path(link)] = "links to folders that are already included"
+        elif kind == "picture":
+            outside.with_suffix(".png").touch()
+            link.with_suffix(".png").symlink_to(outside.with_suffix(".png"))
+            self.used[split].add((label, str(link.with_suffix(".png"))))
+        else:
+            link.with_suffix(".txt").symlink_to("nowhere")
+            self.unused[self.path(link.with_suffix(".txt"))] = ".txt"
 
 
 @st.composite
@@ -138,7 +127,7 @@ def plans(draw):
         draw(st.sets(st.tuples(level, links), max_size=4)),
         draw(st.sets(level, max_size=2)),
         draw(st.sets(st.sampled_from(("extras", "masks", "pred")), max_size=2)),
-        draw(st.sets(st.sampled_from(("elsewhere", "itself", "split", "empty")), max_size=4)),
+        draw(st.sets(st.sampled_from(("elsewhere", "loop", "split", "empty")), max_size=4)),
     )
 
 
@@ -161,15 +150,14 @@ def put_there(made: Made, plan, strange, links, loose, extras, more) -> None:
     for level in loose:
         if not (above[level % len(above)] / "loose.jpg").exists():
             made.put_loose(above[level % len(above)])
-
     put_around(made, *next(iter(plan.items())), bool(outer), more)
 
 
 def put_around(made: Made, split, first, has_splits: bool, more) -> None:
     place, _ = first
-    for target in sorted(more & {"elsewhere", "itself"}):
+    for kind in sorted(more & {"elsewhere", "loop"}):
         if place.endswith("*"):
-            made.put_class(made.root / place.removesuffix("*"), split, target)
+            made.put_link(made.root / place.removesuffix("*"), split, "", kind)
     if "empty" in more:  # nothing is unused in the first
         (made.folders[0][0] / "empty" / "deep").mkdir(parents=True)
         if has_splits:
@@ -197,13 +185,13 @@ EXAMPLE = {"train": ("Training/*", {"cat": 3, "猫": 2, "0": 0}), "test": ("Test
 INSIDE = {"train": ("*/Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("*/Testing", {"cat": 1, "猫": 0, "0": 0})}
 PLAIN = {"": ("*", {"cat": 3, "猫": 2})}
 JUNK = {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}
-MORE = {"elsewhere", "itself", "split", "empty"}
+MORE = {"elsewhere", "loop", "split", "empty"}
 
 
 @settings(max_examples=60)
 @given(plans())
 @example((EXAMPLE, JUNK, {(0, "loop")}, {0, 1}, {"extras"}, MORE))
-@example((PLAIN, {(0, "labels.csv")}, set(), {0}, set(), {"itself", "elsewhere"}))
+@example((PLAIN, {(0, "labels.csv")}, set(), {0}, set(), {"loop", "elsewhere"}))
 @example((INSIDE, JUNK, {(0, "loop"), (1, "elsewhere")}, {0}, {"extras"}, {"empty"}))
 def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_path, plan):
     made = Made(tmp_path, f"set{next(NUMBERS)}")

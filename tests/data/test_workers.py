@@ -4,10 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
 import time
 from contextlib import closing, nullcontext
 
@@ -16,6 +13,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from tests.data.sets import picture
 from torch.utils.data import Dataset, TensorDataset
 
 from manyhands.core import machine
@@ -33,12 +31,9 @@ PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
-    generator = numpy.random.default_rng(0)
-    paths = []
-    for number in range(12):
-        values = generator.integers(0, 256, (20 + number, 30 - number, 3), dtype=numpy.uint8)
-        paths.append(str(folder / f"{number}.png"))
-        Image.fromarray(values).save(paths[-1])
+    paths = [folder / f"{number}.png" for number in range(12)]
+    for number, path in enumerate(paths):
+        picture(path, (30 - number, 20 + number), seed=number)
     return ImageFiles(PictureNames.from_strings(map(str, paths)), torch.arange(12) % 5)
 
 
@@ -193,51 +188,42 @@ def test_pictures_of_any_kind_become_pixels():
 def test_cores_are_shared_and_a_containers_cpu_quota_limits_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
-    assert [workers_per_rank(3, 8), workers_per_rank(0, 1), workers_per_rank(-1, 10**6), workers_per_rank(-1)] == [
-        3,
-        0,
-        1,
-        8,
-    ]
+    wanted = {(3, 8): 3, (0, 1): 0, (-1, 10**6): 1, (-1,): 8}
+    assert {given: workers_per_rank(*given) for given in wanted} == wanted
     (tmp_path / "cpu.max").write_text("250000 100000\n")
     assert workers_per_rank(-1) == 2
 
 
-PARENT = """
-    import sys, time, torch
-    from manyhands.data.loading import Loader, open_loader
-    from manyhands.data.splits import UserSamples
-    from manyhands.data.transforms import Pixels
+class Slow(Chancy):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
 
-    class Slow:
-        def __len__(self):
-            return 1000
 
-        def __getitem__(self, index):
-            time.sleep(0.01)
-            return torch.zeros(3), 0
-
-    loader = open_loader(UserSamples(Slow()), Pixels(1, 1, (0.5,), (0.5,), "none"), train=True, seed=0, workers=2)
-    served = loader.batches(0, (torch.tensor([number % 1000]) for number in range(10**9)))
-    for number, batch in enumerate(served):
+def read_without_end(ready):
+    loader = open_loader(UserSamples(Slow()), PIXELS, train=True, seed=0, workers=2)
+    for number, _ in enumerate(loader.batches(0, (torch.tensor([number % 12]) for number in range(10**9)))):
         if number == 3:
-            print("ready", flush=True)
-"""
+            ready.set()
 
 
 @pytest.mark.parametrize("signalled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_workers_end_with_their_parent_and_not_by_a_stop_signal_to_all(signalled):
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout.readline() == "ready\n"
-        workers = psutil.Process(parent.pid).children(recursive=True)
-        assert len(workers) >= 2
-        if signalled:
-            for worker in workers:
-                os.kill(worker.pid, signal.SIGINT)
-                os.kill(worker.pid, signal.SIGTERM)
-            time.sleep(0.5)
-            assert all(worker.is_running() for worker in workers)
-        parent.kill()
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    parent = context.Process(target=read_without_end, args=(ready,))
+    parent.start()
+    assert ready.wait(60)
+    workers = psutil.Process(parent.pid).children(recursive=True)
+    assert len(workers) >= 2
+    if signalled:
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGINT)
+            os.kill(worker.pid, signal.SIGTERM)
+        time.sleep(0.5)
+        assert all(worker.is_running() for worker in workers)
+    parent.kill()
+    parent.join()
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
 
