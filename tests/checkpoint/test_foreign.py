@@ -1,6 +1,7 @@
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from manyhands.checkpoint.snapshot import Snapshot, renamed
 from manyhands.checkpoint.write import save_unsharded
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
-from manyhands.core.run_folder import NOWHERE
-from manyhands.train.journal import Journal
 from manyhands.train.parts import load_initial_weights
 from manyhands.train.state import load_snapshot, matching_state_dict
 
@@ -214,15 +213,6 @@ class Remembers(nn.Linear):
         self.scales = state
 
 
-class Notes(Journal):
-    def __init__(self):
-        super().__init__(NOWHERE, 0)
-        self.notes = []
-
-    def event(self, kind, message="", step=None, **_data):
-        self.notes.append(message)
-
-
 def test_extra_state_of_modules_comes_with_the_weights_or_is_left_out_and_said(tmp_path: Path):
     model, other, lacks = (nn.Sequential(kind()) for kind in (Remembers, Remembers, lambda: nn.Linear(2, 2)))
     model[0].scales = {"largest": 3.0, "shape": (1, 2), "names": ["a", None]}
@@ -232,11 +222,12 @@ def test_extra_state_of_modules_comes_with_the_weights_or_is_left_out_and_said(t
     other.load_state_dict(matching_state_dict(saved, other, "here"))
     assert other[0].scales == model[0].scales
     torch.save(prefixed("backbone.", model.state_dict()), tmp_path / "other.pth")
-    other[0].scales, journal = None, Notes()
+    other[0].scales, notes = None, []
+    journal = SimpleNamespace(event=lambda _, message: notes.append(message))
     load_initial_weights(other, tmp_path / "other.pth", 2, journal)
-    assert (other[0].scales, journal.notes) == (model[0].scales, [])
+    assert (other[0].scales, notes) == (model[0].scales, [])
     load_initial_weights(lacks, tmp_path / "other.pth", 2, journal)
-    assert journal.notes == ["0._extra_state: ignored, because the network has no such extra state"]
+    assert notes == ["0._extra_state: ignored, because the network has no such extra state"]
     assert torch.equal(lacks[0].weight, model[0].weight)
 
 

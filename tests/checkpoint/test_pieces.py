@@ -199,22 +199,6 @@ def test_the_folder_is_as_earlier_versions_wrote_it(in_pieces):
     assert torch.equal(load_file(path / names[1])["fc.weight"], whole.model["fc.weight"][2:])
 
 
-def test_a_changed_byte_or_a_missing_file_is_refused_by_name(in_pieces):
-    _, _, path = in_pieces
-    for file in path.iterdir():
-        content = file.read_bytes()
-        for spoil in (content[:-1], bytes([content[0] ^ 1]) + content[1:], content[:-1] + bytes([content[-1] ^ 1])):
-            file.write_bytes(spoil)
-            for read in (load_checkpoint, open_checkpoint):
-                with pytest.raises(TornCheckpointError, match=file.name):
-                    read(path)
-        file.unlink()
-        with pytest.raises(TornCheckpointError, match=f"{file.name} is missing"):
-            open_checkpoint(path)
-        file.write_bytes(content)
-    verify_checkpoint(path)
-
-
 def reseal(path):
     """Makes a manifest that fits whatever is in the folder."""
     content = json.loads((path / "manifest.json").read_text())
@@ -327,14 +311,8 @@ def test_nothing_is_overwritten(in_pieces, tmp_path):
         merge(source, tmp_path / "model.pth.tar")
 
 
-def test_single_files_are_written_and_cut_and_lose_main_pys_prefix_where_a_plan_says_so(in_pieces, tmp_path):
-    whole, cut, path = in_pieces
-    for name in ("w.safetensors", "w.pth"):
-        merge(open_checkpoint(path), tmp_path / name)
-        source = open_checkpoint(tmp_path / name)
-        assert_same(source.snapshot(), Snapshot(whole.model))
-        reshard(source, tmp_path / f"cut-{name}.d", cut)
-        assert_same(load_checkpoint(tmp_path / f"cut-{name}.d"), Snapshot(whole.model))
+def test_single_files_lose_main_pys_prefix_where_a_plan_says_so_and_a_shard_is_none(in_pieces, tmp_path):
+    _, _, path = in_pieces
     with pytest.raises(UserError, match="one process's shards"):
         open_checkpoint(path / "model-00000-of-00002.safetensors")
     weight = torch.randn(4, 2)
@@ -366,3 +344,5 @@ def test_a_plan_that_is_none_is_refused(tmp_path, text, said):
     with pytest.raises(UserError, match=said) as caught:
         read_network_layout(tmp_path / "plan.json")
     assert "plan.json" in str(caught.value)
+    with pytest.raises(UserError, match="can't be read"):
+        read_network_layout(tmp_path / "gone.json")

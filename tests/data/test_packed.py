@@ -148,7 +148,7 @@ def test_a_smaller_copy_says_so(tmp_path):
     pack = packed(root, size=64, quality=90, replace=True)
     assert {Image.open(io.BytesIO(pack.content(row))).size for row in range(8)} == {(85, 64)}
     splits, _ = batches(root)
-    assert any("resized pictures" in note for note in splits.notes)
+    assert any("resized pictures (shorter side 64, quality 90)" in note for note in splits.notes)
     splits, _ = batches(root, image_size=80)
     assert splits.train.paths.packed is None
     assert any("are too small" in note for note in splits.notes)
@@ -246,17 +246,18 @@ def test_an_altered_pack_is_refused(tmp_path, alter):
     ],
 )
 def test_a_folder_that_has_changed_is_read_itself(tmp_path, word, change):
-    root = make(tmp_path / "set", count=5, size=(90, 70))
+    root = make(tmp_path / "my set", count=5, size=(90, 70))
     packed(root)
     change(root)
     splits, _ = batches(root)
     assert splits.train.paths.packed is None
-    assert any(word in note and "--replace" in note for note in splits.notes)
+    line = f"manyhands pack '{root}' --replace"  # as a shell takes it
+    assert any(word in note and line in note for note in splits.notes)
     with pytest.raises(UserError, match=word):
         packed(root)
     packed(root, replace=True)
     assert batches(root)[0].train.paths.packed is not None
-    assert_same(batches(root, packed=False), batches(root.with_name("set.pack")))
+    assert_same(batches(root, packed=False), batches(root.with_name("my set.pack")))
 
 
 def test_a_pack_is_never_overwritten_silently_and_files_of_others_stay_where_they_are(tmp_path):
@@ -340,7 +341,8 @@ def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_
     with_other_head(decoding=None)(packed(root, size=64, quality=90).folder)
     splits, _ = batches(root)
     assert not splits.packed
-    assert any("only in the alpha channel" in note and "--replace" in note for note in splits.notes)
+    line = f"manyhands pack {root} --size 64 --quality 90 --replace"
+    assert any("only in the alpha channel" in note and line in note for note in splits.notes)
     with pytest.raises(UserError, match="by an older version"):
         packed(root, size=64, quality=90)
     pack = packed(root, size=64, quality=90, replace=True)
