@@ -1,8 +1,6 @@
 """An evaluation: which one is the best, whose checkpoint is kept and used; and several views of each picture."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,36 +9,30 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
+from manyhands.core.world import World
 from manyhands.train.evaluate import record_evaluation, view_average
 from manyhands.train.loss import Evaluation
-from manyhands.train.state import Progress
-
-
-def recorded(progress: Progress, loss: float, top1: float, by: str) -> tuple[bool, list[str]]:
-    """Records an evaluation of a run that is at `progress`; returns whether it is the best, and the files written."""
-    written: list[str] = []
-    nothing: Any = SimpleNamespace(set_rates=None, classes=("a", "b"), evaluated=None)
-    journal = SimpleNamespace(metrics=lambda _: None, write_detail=lambda name, _: written.append(name))
-    job = SimpleNamespace(train=SimpleNamespace(best=by))
-    trainer: Any = SimpleNamespace(
-        progress=progress, job=job, updater=nothing, trained=nothing, observed=nothing, journal=journal
-    )
-    cells = torch.tensor([[0, 0, 9], [1, 0, 1]])
-    found = Evaluation(count=10, loss=loss, top1=top1, top5=1.0, cells=cells, classes=2, seconds=0.1)
-    return record_evaluation(trainer, found), written
+from tests.processes.updates import SMALL, built, linear
 
 
 @pytest.mark.parametrize("by", ["highest top1", "highest top5", "lowest loss"])
 def test_an_evaluation_with_a_nan_loss_is_never_the_best_and_one_of_an_infinite_may_be(by: str):
-    progress = Progress(step=5)
-    assert recorded(progress, math.nan, 0.9, by) == (False, ["last"])
-    assert (progress.best_step, progress.best_figure, progress.owed) == (-1, None, False)
-    progress.step = 6
-    assert recorded(progress, math.inf, 0.6, by) == (True, ["last", "best"])
-    progress.step = 7
-    assert recorded(progress, math.nan, 0.9, by) == (False, ["last"])
-    assert progress.best_step == 6
-    assert recorded(progress, 0.5, 0.7, by)[0] == (by != "highest top5")  # which is the same
+    given = {"count": 10, "top5": 1.0, "cells": torch.tensor([[0, 0, 9], [1, 0, 1]]), "classes": 2, "seconds": 0.1}
+    last = 8 if by != "highest top5" else 6  # whose top-5 is the same
+    with built(World(), linear(), {**SMALL, "train.best": by}) as trainer:
+        progress, files = trainer.progress, trainer.folder.evaluations
+        for step, loss, top1, best in (
+            (5, math.nan, 0.9, -1),
+            (6, math.inf, 0.6, 6),
+            (7, math.nan, 0.9, 6),
+            (8, 0.5, 0.7, last),
+        ):
+            progress.step, progress.owed = step, True
+            assert record_evaluation(trainer, Evaluation(loss=loss, top1=top1, **given)) == (best == step)
+            assert (progress.best_step, progress.owed) == (best, False)
+            assert read_object(files / "last.json")["step"] == step
+            assert (files / "best.json").exists() == (step > 5)
 
 
 class Flat(nn.Module):

@@ -62,13 +62,8 @@ def reported(link, stood_s, step_s, steps, processes=3):
     ("link", "stood_s", "step_s", "at", "words"),
     [
         ("10mbit", 54.0, 55.0, 2, ["98% of the 55 s per step", "powersgd", "resume runs/a --set sync.method=auto"]),
-        (
-            "100mbit",
-            0.9,
-            1.0,
-            4,
-            ["90% of the 1 s per step", "manyhands resume"],
-        ),  # short steps are watched for a while
+        # Short steps are watched for a while.
+        ("100mbit", 0.9, 1.0, 4, ["90% of the 1 s per step", "manyhands resume"]),
         ("100gbit", 0.9, 1.0, 4, ["--sync auto would also choose allreduce"]),
     ],
 )
