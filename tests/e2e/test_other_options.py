@@ -39,10 +39,6 @@ def finished():
     return fit().path
 
 
-def job(name="job.toml"):
-    return tomllib.loads((RUN / name).read_text())
-
-
 def contents(suffix=""):
     return {path: path.read_bytes() for path in RUN.rglob(f"*{suffix}") if path.is_file()}
 
@@ -160,7 +156,7 @@ def test_finished_run_is_returned_for_its_own_random_or_undigested_weights():
 
 CODE = {
     "c.py": "from torch import nn\nimport hp\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, hp.OUTPUTS))\n",
-    "hp.py": "from parts.more import OUTPUTS\nimport torch\n",
+    "hp.py": "from parts.more import OUTPUTS\nimport in_the_current_folder, torch\n",
     "parts/__init__.py": "from . import more\n",
     "parts/more.py": "OUTPUTS = 3\n",
 }
@@ -168,7 +164,7 @@ CODE = {
 
 def test_a_finished_run_of_changed_code_is_not_returned(capsys):
     Path("code/parts").mkdir(parents=True)
-    for name, text in {**CODE, "unused.py": ""}.items():
+    for name, text in {**CODE, "unused.py": "", "../in_the_current_folder.py": ""}.items():
         Path("code", name).write_text(text)
     assert set(code_digests(["code/c.py:net"])) == {"code/c.py:net", *(f"code/{name}" for name in [*CODE][1:])}
     train = f"train {DATA} code/c.py:net --epochs 1 --batch 20 --out run"
@@ -320,7 +316,8 @@ def test_the_job_changes_only_once_a_step_was_trained_under_it(finished):
     fit(epochs=2, lr=0.01, checkpoint__resume="auto")
     changes = [(event["step"], *event["data"].values()) for event in events(RUN, "changed")]
     assert sorted(changes) == [(3, "train.epochs", 1, 2), (3, "train.lr", 0.1, 0.01)]
-    assert [job(name)["train"]["lr"] for name in ("job-1.toml", "job.toml")] == [0.1, 0.01]
+    jobs = [tomllib.loads((RUN / name).read_text()) for name in ("job-1.toml", "job.toml")]
+    assert [each["train"]["lr"] for each in jobs] == [0.1, 0.01]
 
 
 def test_the_heads_copy_keeps_the_former_job_too(tmp_path):

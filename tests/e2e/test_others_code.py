@@ -20,7 +20,7 @@ from manyhands.core.user_code import git_revision
 from manyhands.run.folder import announce_resumed, announce_ssh_command
 from manyhands.run.registry import save_ssh_options
 from manyhands.run.tasks import evaluate_run, predict_files
-from tests.e2e.command import QUICK, done, environment, fit, inside, start
+from tests.e2e.command import done, environment, fit, inside, start
 
 OTHERS = pytest.mark.skipif(os.getuid() != 0, reason="NOT SHOWN what another user's folder may do: only root makes one")
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")
@@ -72,18 +72,6 @@ def test_an_environment_in_the_work_folder_counts_where_it_is_this_users_own(her
         script = script.replace("python3 python", "true")
         said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
         assert "from .venv" not in said.stdout
-
-
-@pytest.mark.slow
-def test_the_users_own_files_find_what_lies_beside_them_and_in_the_current_folder(here):
-    (here / "common.py").write_text("WIDTH = 8\n")
-    (here / "nets").mkdir()
-    (here / "nets" / "layers.py").write_text("from common import WIDTH\n")
-    network = "nn.Sequential(nn.Flatten(), nn.LazyLinear(WIDTH), nn.ReLU(), nn.Linear(WIDTH, num_classes))"
-    (here / "nets" / "mine.py").write_text(
-        f"from torch import nn\nfrom layers import WIDTH\nmake = lambda num_classes: {network}\n"
-    )
-    done("train digits nets/mine.py:make --epochs 1", QUICK)
 
 
 def test_a_recipe_comes_with_the_program_and_never_from_beside_the_data(here):
@@ -194,7 +182,6 @@ def forget(here):
     sys.modules.pop("net", None)
 
 
-@pytest.mark.slow
 def test_code_named_by_a_run_is_announced_with_whether_it_changed(run_with_code, here, capsys):
     manyhands.load(run_with_code)
     (said,) = capsys.readouterr().err.splitlines()
@@ -207,9 +194,6 @@ def test_code_named_by_a_run_is_announced_with_whether_it_changed(run_with_code,
     forget(here)
     manyhands.load(run_with_code, model="net.py:make")
     assert not capsys.readouterr().err
-    done("eval run", says="CHANGED since training")
-    reported = f"running code from {here}/net.py, as run requests; CHANGED since training"
-    assert reported in done("resume run --epochs 2").err
 
 
 @OTHERS

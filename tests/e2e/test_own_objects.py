@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import TensorDataset
 
 import manyhands
 from manyhands.checkpoint.read import load_checkpoint
@@ -24,11 +23,11 @@ from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines
 from manyhands.train.optimize import make_schedule
 from tests.e2e.command import done, inside, metrics, read
+from tests.e2e.nets import tiny
 
 pytestmark = pytest.mark.timeout(300)
-IMAGES = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-LABELS = torch.arange(50) % 10
-DATA = TensorDataset(IMAGES, LABELS)
+DATA = tiny(50)
+IMAGES, LABELS = DATA.tensors
 # A batch is all of the data, so that its order doesn't matter: six updates.
 OPTIONS = {"batch": 50, "epochs": 6, "quiet": True, "run__report": False, "run__log_every_s": 1e-3,
            "precision": "fp64"}  # fmt: skip
@@ -74,11 +73,6 @@ def plateau(optimizer):
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.05)
 
 
-def of_others(optimizer):
-    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [1, 2])]
-    return lr_scheduler.SequentialLR(optimizer, parts, [2])
-
-
 def cosine(optimizer, total_steps):
     return lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
 
@@ -95,7 +89,6 @@ OWN = {
     "cosine": (own_sgd, cosine, lambda o: cosine(o, 6)),
     "moves momentum too": (own_sgd, ONE_CYCLE, functools.partial(ONE_CYCLE, total_steps=6)),
     "more than the step": (own_sgd, ByTheWeights, ByTheWeights),
-    "of others": (own_sgd, of_others, of_others),
     "by the loss": (own_sgd, plateau, plateau),
 }
 
@@ -305,7 +298,7 @@ FILE = """
 import torch
 
 def optimizer(parameters):
-    return torch.optim.RMSprop(parameters, lr=0.002, momentum=0.9)
+    return torch.optim.RMSprop(parameters, lr=1e-5, momentum=0.9)
 
 def half(step, total_steps):
     return 1.0 if 2 * step < total_steps else 0.1
@@ -321,53 +314,45 @@ def plain_loss(outputs, labels):
 
 RATE = 0.1
 """
-SMALL = "train synthetic:60x1x8x8x3 mlp --epochs 2 --batch 20 --set run.report=false --set run.log_every_s=0.001 --set"
-
-
-@pytest.mark.slow
-def test_user_file_trains_on_several_processes_and_resumes_on_another_number():
-    Path("own.py").write_text(FILE)
-    own = "train.optimizer=own.py:optimizer --set train.schedule=own.py:make"
-    losses = []
-    for name, mode in (("one", "-n 1"), ("two", "-n 2 --parallel fsdp")):
-        done(SMALL, own, "--out", name, mode)
-        losses.append(manyhands.Run(Path(name), "finished").final.loss)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert {"own.py:optimizer", "own.py:make"} <= read("two/network.json")["code"].keys()
-    Path("own.py").write_text(f"{FILE}# changed\n")
-    done("resume two -n 1 --epochs 3", says=("own.py, as two", "CHANGED since training"))
-    assert "is reset" not in Path("two/events.jsonl").read_text()
-    shown = rates("two")
-    assert [shown[step] for step in (1, 6, 9)] == pytest.approx([0.002, 0.0002, 0.00002])
-
-
 JOB = """
 data = "synthetic:205x1x8x8x7"
 model = "mlp"
 [train]
+optimizer = "own.py:optimizer"
+schedule = "own.py:make"
 metrics = ["own.py:top3", "own.py:plain_loss"]
-epochs = 1
+epochs = 2
 batch = 20
 evaluate_batch = 3
-lr = 1e-6
+[run]
+report = false
+log_every_s = 0.001
 """
 
 
 @pytest.mark.slow
-def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
+def test_a_job_names_files_of_the_users_and_resumes_on_another_number_and_every_command_shows_the_figures():
     Path("own.py").write_text(FILE)
     Path("job.toml").write_text(JOB)
-    ended = done("train job.toml --out two -n 2 --set run.report=false --json")
+    alone, ended = (done("train job.toml --json --out", how) for how in ("one -n 1", "two -n 2 --parallel fsdp"))
     final = manyhands.Run(Path("two"), "finished").final
+    assert final.loss == pytest.approx(json.loads(alone.out)["final_metrics"]["plain_loss"], rel=1e-5)
     assert final.metrics["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
     assert final.top1 < final.metrics["top3"] < final.top5
     assert json.loads(ended.out)["final_metrics"] == final.metrics
     assert f"top3={final.metrics['top3']:.3f}" in ended.err
-    assert {"own.py:top3", "own.py:plain_loss"} <= read("two/network.json")["code"].keys()
+    named = {f"own.py:{name}" for name in ("optimizer", "make", "top3", "plain_loss")}
+    assert named <= read("two/network.json")["code"].keys()
     Path("own.py").write_text(FILE.replace("topk(3", "topk(2"))
-    again = json.loads(done("eval two --json", says=("own.py, as", "CHANGED since training")).out)["metrics"]
+    again = json.loads(done("eval two --which last --json", says=("own.py, as", "CHANGED since training")).out)[
+        "metrics"
+    ]
     assert again["top3"] < final.metrics["top3"]
     assert again["plain_loss"] == pytest.approx(final.loss, rel=1e-6)
+    done("resume two -n 1 --epochs 3", says=("own.py, as two", "CHANGED since training"))
+    assert "is reset" not in Path("two/events.jsonl").read_text()
+    shown = rates("two")
+    assert [shown[step] for step in (1, 22, 33)] == pytest.approx([1e-5, 1e-6, 1e-7])
 
 
 @pytest.mark.slow

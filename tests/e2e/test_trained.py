@@ -19,20 +19,20 @@ from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
 from manyhands.run.tasks import evaluate_run, predict_files
 from tests.e2e.command import done, events, fit, forked, inside, messages, read, refused
+from tests.e2e.nets import tiny
 
 LEVELS = {"cat": 60, "dog": 130, "owl": 200}
 
 
-def pictures(root, splits, size=(24, 20), classes=tuple(LEVELS)):
+def pictures(root, splits):
     chance = numpy.random.default_rng(0)
     for split, count in splits.items():
-        for name in classes:
-            folder = Path(root) / split / name
-            folder.mkdir(parents=True)
+        for name, level in LEVELS.items():
+            (root / split / name).mkdir(parents=True)
             for number in range(count):
-                values = numpy.clip(chance.normal(LEVELS[name], 40, (size[1], size[0], 3)), 0, 255)
-                Image.fromarray(values.astype("uint8")).save(folder / f"{number}.png")
-    return Path(root)
+                values = numpy.clip(chance.normal(level, 40, (20, 24, 3)), 0, 255)
+                Image.fromarray(values.astype("uint8")).save(root / split / name / f"{number}.png")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +211,12 @@ def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
 def test_the_network_has_its_last_weights_again_afterwards(here):
     chance = torch.Generator().manual_seed(0)
     sets = [TensorDataset(torch.rand(30, 1, 4, 4, generator=chance), torch.arange(30) % 3) for _ in range(3)]
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     options = {**FIT, "epochs": 9, "batch": 5, "lr": 3.0}
     run = fit(network, sets[0], sets[1], held_out_set=sets[2], **options)
     assert run.best.step != run.final.step
     assert run.test.step == run.best.step
-    last = manyhands.load(run.path, "last", model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)))
+    last = manyhands.load(run.path, "last", model=nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
     assert torch.equal(last.network[1].weight, network[1].weight)
     images, labels = sets[2].tensors
     final = read_run(run.path).tests["last"]
@@ -257,24 +257,20 @@ class Fixed(nn.Module):
         return (self.scores + self.lead).expand(len(images), -1)
 
 
-def tens(count=20):
-    return TensorDataset(torch.rand(count, 1, 4, 4), torch.arange(count) % 10)
-
-
 def test_a_guess_beyond_the_classes_is_a_wrong_one():
-    run = fit(Fixed(1000, 874), tens(), tens(), batch=8)
+    run = fit(Fixed(1000, 874), tiny(20), tiny(20), batch=8)
     assert run.final.top1 == 0
     detail = read_run(run.path).last
     assert len(detail.classes) == 1000
     assert {guess for _, guess, _ in detail.confusion} == {874}
     assert any("1,000 outputs for 10 classes" in note for note in messages(run.path, "note"))
     with manyhands.session() as here:
-        found = here.evaluate(Fixed(50, 30), tens(), classes=10)
+        found = here.evaluate(Fixed(50, 30), tiny(20), classes=10)
     assert found.top1 == 0
     assert found.confusion.shape == (31, 31)
     assert found.confusion[:, 30].sum() == 20
     with pytest.raises(UserError, match="the label of sample 5 is 5, but there are 5 classes"):
-        manyhands.evaluate(Fixed(5, 0), tens())
+        manyhands.evaluate(Fixed(5, 0), tiny(20))
 
 
 class Secret(Dataset):
