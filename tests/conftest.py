@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -38,7 +39,21 @@ def _own_cache(tmp_path_factory, monkeypatch):
     for variable, name in {"MANYHANDS_CACHE": "cache", "XDG_CACHE_HOME": "measured", "XDG_STATE_HOME": "state"}.items():
         (own / name).mkdir()
         monkeypatch.setenv(variable, str(own / name))
-    monkeypatch.delenv("MANYHANDS_DATA", raising=False)
+    for variable in ("MANYHANDS_DATA", "MANYHANDS_MIRROR"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """A function that gives a path in the real data, or skips."""
+    base = Path(os.environ.get("MANYHANDS_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+
+    def find(name: str) -> Path:
+        if not (base / name).exists():
+            pytest.skip(f"would have read {base / name} (MANYHANDS_TEST_DATA names another folder)")
+        return base / name
+
+    return find
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """Hosts for tests; where none can be made the tests are skipped with the reason."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from tests.network.lab import Lab, why_not
@@ -46,16 +43,3 @@ def apart(lab, here):
     for host in lab.hosts:
         lab.start(host, prepare=f"mount -t tmpfs none {PLACE}")
     return lab
-
-
-@pytest.fixture
-def real_data():
-    """Finds a folder of real data, or skips with the name of what it would have read."""
-    base = Path(os.environ.get("MANYHANDS_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
-
-    def find(name):
-        if not (base / name).is_dir():
-            pytest.skip(f"would have read {base / name} (MANYHANDS_TEST_DATA names another folder)")
-        return base / name
-
-    return find
