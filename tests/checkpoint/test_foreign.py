@@ -2,6 +2,7 @@ import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -223,7 +224,7 @@ def test_extra_state_of_modules_comes_with_the_weights_or_is_left_out_and_said(t
     assert other[0].scales == model[0].scales
     torch.save(prefixed("backbone.", model.state_dict()), tmp_path / "other.pth")
     other[0].scales, notes = None, []
-    journal = SimpleNamespace(event=lambda _, message: notes.append(message))
+    journal: Any = SimpleNamespace(event=lambda _, message: notes.append(message))
     load_initial_weights(other, tmp_path / "other.pth", 2, journal)
     assert (other[0].scales, notes) == (model[0].scales, [])
     load_initial_weights(lacks, tmp_path / "other.pth", 2, journal)

@@ -31,18 +31,9 @@ def values(*shape, seed=0):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def path(tmp_path_factory):
-    return tmp_path_factory.mktemp("idx") / "x"
-
-
-def zipped(path, packed):
-    return path.with_suffix(".gz") if packed else path
-
-
 @pytest.mark.parametrize("packed", [True, False])
-def test_idx_files_that_are_cut_anywhere_or_changed_are_refused_or_read_as_they_were(path, packed):
-    file = zipped(path, packed)
+def test_idx_files_that_are_cut_anywhere_or_changed_are_refused_or_read_as_they_were(tmp_path, packed):
+    file = tmp_path / ("x.gz" if packed else "x")
     write_idx(file, values(3, 4, 4))
     whole = file.read_bytes()
     assert torch.equal(published.read_idx(file, 3), values(3, 4, 4))

@@ -1,7 +1,6 @@
 """torchvision's classification networks as graphs of ops: whatever can be cut says how, and what can't is named."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torchvision import models
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
+from manyhands.data.order import equal_shares
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
@@ -58,8 +58,8 @@ def test_a_network_gives_under_a_plan_for_one_process_what_it_gives_by_itself(na
     assert [op.name for op in graph.ops.values() if op.letters and not {"n", "r"} & set(op.allowed_letters())] == []
     assert [op.name for op in graph.ops.values() if op.extents and "n" not in op.allowed_letters()] == []
     network = shard_by_plan(model, World(), ModeRequest(plan=Plan(Mesh((("dp", 1),))), picture=picture))
-    share = SimpleNamespace(spans=(), shared_groups=(), count=SAMPLES)  # all samples, as one group of BatchNorm
-    network.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, lambda parts, index: share))
+    shares = equal_shares(SAMPLES, 0, (0, SAMPLES), 1)
+    network.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, lambda parts, index: shares[index]))
     with torch.no_grad():
         for mode, outputs in zip((True, False), wanted, strict=True):
             got = _flat(network.call.train(mode)(pictures))

@@ -1,5 +1,6 @@
 """An evaluation: which one is the best, whose checkpoint is kept and used; and several views of each picture."""
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_object
 from manyhands.core.world import World
 from manyhands.train.evaluate import record_evaluation, view_average
 from manyhands.train.loss import Evaluation
@@ -31,7 +31,7 @@ def test_an_evaluation_with_a_nan_loss_is_never_the_best_and_one_of_an_infinite_
             progress.step, progress.owed = step, True
             assert record_evaluation(trainer, Evaluation(loss=loss, top1=top1, **given)) == (best == step)
             assert (progress.best_step, progress.owed) == (best, False)
-            assert read_object(files / "last.json")["step"] == step
+            assert json.loads((files / "last.json").read_text())["step"] == step
             assert (files / "best.json").exists() == (step > 5)
 
 
