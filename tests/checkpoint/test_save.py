@@ -1,3 +1,7 @@
+import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +115,13 @@ def test_a_full_disk_keeps_the_older_checkpoint(small_disk: Path, monkeypatch: p
         save_unsharded(small_disk, 2, Snapshot({"w": torch.zeros(1_600_000)}))
     assert [path.name for path in small_disk.iterdir()] == [old.name]
     verify_checkpoint(old)
+
+
+@pytest.mark.slow
+def test_what_is_torn_is_never_loaded():
+    """Kills while checkpoints are written, in short; `make soak` does as many as are wanted."""
+    seed = str(random.randrange(10**6))
+    command = [sys.executable, "-m", "tests.faults.soak_saves", "kills", "--count", "20", "--seed", seed]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["holds"]

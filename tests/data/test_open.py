@@ -201,9 +201,6 @@ MADE = """
     def splits():
         return open_data(DataOptions(name="synthetic:10x1x4x4x2"))
 
-    def fails():
-        return 1 / 0
-
     def single():
         return 3
 """
@@ -215,12 +212,8 @@ def test_the_users_own_function(tmp_path):
     pair, splits = (open_data(DataOptions(name=f"{path}:{word}")) for word in ("pair", "splits"))
     assert (len(pair.train), len(splits.train)) == (5, 10)
     assert pair.description == f"{path}:pair: 5 + 1 pictures"
-    for word, sentence in (
-        ("fails", "failed: ZeroDivisionError: division by zero"),
-        ("single", "returned a int, not a pair"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            open_data(DataOptions(name=f"{path}:{word}"))
+    with pytest.raises(UserError, match="returned a int, not a pair"):
+        open_data(DataOptions(name=f"{path}:single"))
 
 
 def test_torchvision_s_data_sets(tmp_path):

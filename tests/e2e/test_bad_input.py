@@ -40,7 +40,7 @@ CASES = [
     (None, alone, f"{DIGITS} --set model.num_classes=4", "10 classes"),
     (WRONG, alone, "train digits wrong.py:make", ["wrong.py:3", "def make(:", "SyntaxError"]),
     (None, alone, f"train digits {NETS}:broken", ["nets.py:", "the weights are elsewhere"]),
-    (FAILS, alone, "train mine.py:raises mlp", ["mine.py:2", "the database is down"]),
+    (FAILS, alone, "train mine.py:raises mlp", ["mine.py:2", "failed: ConnectionError: the database is down"]),
     (None, alone, "train digits --out /proc/nowhere", ["/proc/nowhere", "can't be created"]),
     (WRONG, alone, "train digits --out wrong.py", "wrong.py is a file"),
     (file("letters/diary.txt", ""), alone, "train digits --out letters", "letters is not empty and contains no run"),

@@ -36,14 +36,6 @@ SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
 RUN = SimpleNamespace(job=SimpleNamespace(sync=SyncOptions()), folder=SimpleNamespace(path=Path("runs/a")))
 
 
-class Journal:
-    def __init__(self):
-        self.said = []
-
-    def event(self, kind, text, step, **figures):
-        self.said.append((kind, text, step, figures))
-
-
 def standing(link):
     return CommunicationMonitor(
         lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, parse_link(link), 10_000), RUN, {}
@@ -51,11 +43,12 @@ def standing(link):
 
 
 def reported(link, stood_s, step_s, steps, processes=3):
-    one, journal = standing(link), Journal()
+    one, said = standing(link), []
+    journal = SimpleNamespace(event=lambda kind, text, step, **figures: said.append((kind, text, step, figures)))
     for step in range(1, steps + 1):
         status = SimpleNamespace(extra=[processes * stood_s, processes * step_s, processes])
         one.observe(status, step, journal)
-    return journal.said
+    return said
 
 
 @pytest.mark.parametrize(
