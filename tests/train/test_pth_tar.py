@@ -15,11 +15,10 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.build import build
 from manyhands.train.loop import fit
-from manyhands.train.parts import Parts
 from manyhands.train.saving import _write_pth_tar, as_pth_tar, check_same_training
 from manyhands.train.state import Progress
+from tests.processes.updates import built
 
 RECIPE = "imagenet-main"
 
@@ -97,16 +96,14 @@ def test_an_old_file_says_less_and_is_taken(tmp_path):
 def test_a_stop_at_the_end_of_an_epoch_without_an_evaluation_writes_the_file_too(tmp_path):
     flags = {"data.name": "synthetic:24x1x8x8x5", "model.name": "cnn", "train.batch": 6, "train.epochs": 4}
     flags |= {"train.evaluate_every": 4, "train.schedule": "constant", "checkpoint.pth_tar": str(tmp_path / "main")}
-    job = load_job(flags, environment={}).job
-    trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "single"))
-    count = trainer.count_update
+    with built(World(), None, flags, tmp_path) as trainer:
+        count = trainer.count_update
 
-    def counted():
-        count()
-        if trainer.progress.step == 8:
-            signal.raise_signal(signal.SIGTERM)
+        def counted():
+            count()
+            if trainer.progress.step == 8:
+                signal.raise_signal(signal.SIGTERM)
 
-    trainer.count_update = counted
-    assert fit(trainer) == "stopped"
-    trainer.resources.close()
+        trainer.count_update = counted
+        assert fit(trainer) == "stopped"
     assert read_foreign(tmp_path / "main" / "checkpoint.pth.tar").state["epoch"] == 2
