@@ -191,20 +191,14 @@ def test_cifar_as_pictures_in_an_archive(tmp_path):
 
 def test_processes_of_a_host_decode_once(tmp_path):
     """Each process writes what it decoded; one decodes all, the others nothing."""
-    make(tmp_path / "set", count=20)
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    processes = [context.Process(target=count_decoded, args=(tmp_path / "set", results)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    found = [results.get() for _ in processes]
-    for process in processes:
-        process.join(30)
+    root = make(tmp_path / "set", count=20)
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        found = pool.map(count_decoded, [root] * 3, chunksize=1)
     assert sum(number for number, _ in found) == 40
     assert len({total for _, total in found}) == 1
 
 
-def count_decoded(root, results):
+def count_decoded(root):
     decoded = []
 
     def counting(*arguments):
@@ -213,7 +207,7 @@ def count_decoded(root, results):
 
     gallery.decode = counting
     total = int(opened(root).train.images.sum())
-    results.put((len(decoded), total))
+    return len(decoded), total
 
 
 def test_links_neither_multiply_samples_nor_carry_them_into_another_class_or_split(tmp_path):
