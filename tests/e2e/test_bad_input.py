@@ -115,6 +115,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(where, trained):
     assert any(f"{torn.name} was skipped" in message for message in messages(folder, "warning"))
     assert f"WARNING {torn.name} was skipped" in ended.err
     assert events(folder, "resumed")[-1]["step"] == int(first.name.removeprefix("step-"))
+    assert bool(events(folder, "undone")) == (folder == "copy")
 
 
 def test_a_run_with_torn_checkpoints_alone_is_not_begun_anew(trained):

@@ -4,26 +4,22 @@ import json
 import multiprocessing
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands
-from manyhands.core.records import read_lines
 from manyhands.report import summary
 from manyhands.report.read import read_run
 from tests.e2e import command
-from tests.e2e.command import NETS, QUICKLY, begin, done, events, finish, read, start, stop, training, wait_until
+from tests.e2e.command import NETS, QUICKLY, done, events, finish, read, start, stop, training, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 LONG = f"{QUICKLY} --epochs 3 --out run"
-ENDLESS = f"train synthetic:1000x1x8x8x10 mlp --batch 50 --epochs 2000 --out run {QUICKLY}"
 CONSEQUENCES = ("closed by peer", "reset by peer", "Timed out", "recvBytes", "gloo")
 
 
@@ -155,56 +151,6 @@ def test_all_ranks_of_a_session_report_the_first_cause(kept):
         failures = [read(f"run/ranks/failures/{rank}.json") for rank in range(processes)]
         assert [one["consequence"] for one in failures] == [True] * (processes - 1) + [False]
         assert summary.status(read_run(Path("run"))) == "failed"
-
-
-# A machine that ssh does not reach.
-AWAY = 'resume run --set cluster.hosts=["n7"] --set cluster.ssh=/bin/false'
-
-
-@pytest.mark.slow
-def test_why_reports_active_stopped_disconnected_killed_and_finished_runs(here):
-    process = begin(ENDLESS, "-n 2")
-    wait_until(_steps, process)
-    headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
-    assert "why:" not in headline
-    stop(process, signal.SIGINT)
-    stopped = r"run stopped after .* at step \d+ of 40000; everything is saved"
-    named(stopped, "why: the run was asked to", "manyhands resume run")
-    assert json.loads(why("--json"))["state"] == "stopped"
-    done(AWAY, code=3)
-    failed = r"run failed after .* at step \d+ of"
-    named(failed, "why: .* on n7", "do: test the connection", r"do: resume from step \d+: manyhands resume run")
-    found = json.loads(why("--json"))
-    assert (found["host"], found["rank"]) == ("n7", None)
-
-    process = begin("resume run")
-    # Epochs that are better than all before are saved too, at the beginning.
-    wait_until(lambda: events("run", "resumed") and _steps() > 40 + max(_saved()), process)
-    everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for one in everybody:
-        one.suspend()
-    for one in everybody:
-        one.kill()
-    finish(process)
-    psutil.wait_procs(everybody, timeout=60)  # the system takes a while to end a large process
-    named(r"run ended without a record", "why: no process recorded an error")
-    assert "do: resume from step" in why()
-    saved, before = max(_saved()), _steps()
-    done(f"resume run --set train.max_steps={before + 20}")
-    (undone,) = events("run", "undone")
-    assert (undone["step"], undone["data"]) == (saved, {"first": saved + 1, "last": before})
-    assert f"done: steps {saved + 1} to {before} were not saved and are repeated" in why()
-    done(AWAY, f"--set train.max_steps={before + 40}", code=3)
-    named("run finished after")
-
-
-def _steps():
-    # Without a line that is being written.
-    return max((line["step"] for line in read_lines(Path("run/metrics.jsonl"))), default=0)
-
-
-def _saved():
-    return [event["step"] for event in events("run", "saved")]
 
 
 def test_start_that_fails_before_any_process_is_reported(here):

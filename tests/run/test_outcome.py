@@ -24,8 +24,9 @@ from manyhands.run.outcome import (
     report_on,
     starts_and_stops,
 )
+from tests.report.fake_run import step_record
 
-JOB = load_job({"data.name": "digits"}, environment={}).job
+JOB = load_job({"data.name": "digits", "cluster.hosts": ["n1", "n2"]}, environment={}).job
 
 
 @pytest.fixture
@@ -37,10 +38,11 @@ def folder(tmp_path):
 
 
 def put(folder, *turns, saved=None):
-    """Writes events, each a kind, perhaps with a step and a message, and a checkpoint."""
+    """Writes events, each a kind, perhaps with a step and a message, and a checkpoint. Failures are of the launcher."""
     for number, turn in enumerate(turns, 1):
         kind, step, message = [*turn.split("|"), "", ""][:3]
-        append(folder.events, Event(time=number, kind=kind, step=int(step) if step else None, message=message))
+        about = {"step": int(step) if step else None, "message": message, "data": {"rankless": kind == "failed"}}
+        append(folder.events, Event(time=number, kind=kind, **about))
     if saved is not None:
         (folder.checkpoints / f"step-{saved:08}").mkdir(parents=True)
 
@@ -130,15 +132,23 @@ def test_an_earlier_commands_stop_is_not_taken_for_that_of_processes_that_failed
         conclude(JOB, folder, Ending(interrupted=1, failed={1: -9}), len(starts_and_stops(folder)))
 
 
-@pytest.mark.parametrize("fault", [RunError("n2 has no Python", "n2"), ValueError("a mistake of ours")])
-def test_what_ends_a_run_before_its_first_start_is_noted_and_not_hidden_by_a_disk_that_is_gone(fault, folder):
+@pytest.mark.parametrize(
+    ("fault", "host", "cause", "hint"),
+    [
+        (RunError("it has no Python", "n2", ("install it",)), "n2", "machine n2: it has no Python", "install it"),
+        (ValueError("a mistake"), "", "ValueError: a mistake", "nothing was saved: run the same command"),
+    ],
+)
+def test_an_error_before_the_first_start_is_recorded_and_also_raised_if_that_fails(fault, host, cause, hint, folder):
     for place in (folder, RunFolder(folder.path / "gone")):
         with pytest.raises(type(fault)) as raised, recording_errors(JOB, place):
             raise fault
         assert raised.value is fault
     (event,) = read_lines(folder.events)
     assert event["kind"] == "failed"
-    assert str(fault).splitlines()[0] in event["message"]
+    found = why(folder)
+    assert (found.state, found.rank, found.host, found.cause) == ("failed", None, host, cause)
+    assert found.do[0].startswith(hint)
 
 
 def test_every_failure_of_a_run_that_has_saved_says_how_to_resume(folder):
@@ -164,6 +174,7 @@ def test_a_process_that_left_no_word_is_named_with_its_own_machine():
     ending = Ending(failed={1: -9}, words={1: f"{warning}\nthe last line"}, hosts={1: "n2"})
     cause = first_cause(ending)
     assert (cause.rank, cause.host, cause.what) == (1, "n2", KILLED)
+    assert "out-of-memory" in cause.hints[0]
     assert cause.excerpt == "last output of rank 1:\nthe last line"
     ending.words[1] = warning
     assert first_cause(ending).excerpt == ""
@@ -198,6 +209,22 @@ def test_a_page_that_is_not_drawn_is_said_and_fails_nothing(raised, reported, fo
     assert reported in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("turns", "says"),
+    [
+        (["started"], "ended without a record .* ago\nwhy: no process recorded an error(.|\n)*do: resume from step 8:"),
+        (["stopped|8"], "stopped after .*; everything is saved\nwhy: the run was asked to .*\ndo: resume from step 8:"),
+        (["undone|8|steps 9 to 11 are repeated", "finished|99", "failed||n7"], "finished after .*\ndone: steps 9 to"),
+    ],
+)
+def test_each_end_has_a_headline_with_the_progress_and_a_hint(turns, says, folder):
+    put(folder, *turns, saved=8)
+    append(folder.metrics, step_record(99))
+    found = why(folder)
+    assert "at step 99 of 1000" in found.headline
+    assert re.search(says, reported := "\n".join(found.lines())), reported
+
+
 @pytest.mark.parametrize("rankless", [True, False])
 def test_the_cause_is_of_the_last_start_also_where_its_head_left_no_word(rankless, folder):
     put(folder, "started")
@@ -218,6 +245,8 @@ def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
     head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(folder.path), hosts=["n1", "n2"], command=[])
     reported = why(folder, head)
     assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in reported.lines()
+    assert re.search("is active on n1, .*, before its first update; last record .* ago", reported.headline)
+    assert not reported.cause
     assert re.fullmatch("restarted with another machine .*: n2 can join: restarting from step 8", reported.done[0])
     assert not why(folder).machines
 
