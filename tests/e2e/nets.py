@@ -162,16 +162,6 @@ class SleepsOnRank1(Net):
         time.sleep(0.1 * (rank() == 1))
 
 
-class Bulky(Net):
-    """Takes 16 MiB for each sample in a pass of training in double precision."""
-
-    def forward(self, images):
-        output = super().forward(images)
-        if not self.training:
-            return output
-        return output + 1e-12 * output[:, :1].expand(-1, 1 << 20).sin().mean(1, keepdim=True)
-
-
 class Talks(nn.Sequential):
     """Speaks in each pass, on the process that it is on."""
 

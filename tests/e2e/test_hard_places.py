@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from manyhands.core.errors import EXIT_SAVED
-from manyhands.run.recovery import RestartPolicy
 from manyhands.train.saver import best_save_interval
 from tests.data.sets import make
 from tests.e2e import command
@@ -231,27 +230,6 @@ def test_a_killed_process_is_replaced_and_costs_no_update(here, fault):
     assert reported.startswith("run finished after")
     assert "why:" not in reported
     assert re.match(r"restarted .*rank 1 was killed by SIGKILL: restarting from step", last)
-
-
-@pytest.mark.slow
-def test_stop_between_two_starts_reports_the_step_to_resume_from(here, fault, monkeypatch):
-    """The head hears it just when a fault has ended its processes and it is about to start others."""
-    after = RestartPolicy.next_restart
-
-    def stopped_after(*given):
-        restart = after(*given)
-        if restart:
-            os.kill(os.getpid(), signal.SIGINT)
-        return restart
-
-    monkeypatch.setattr(RestartPolicy, "next_restart", stopped_after)
-    stopped = done(ONCE, "2 --out run", code=75, **fault)
-    assert "stopped while no process was training; the last checkpoint is step" in stopped.err
-    assert ": manyhands resume run" in stopped.err
-    ended, cause, *_ = done("why ./run", by=command.inside).out.splitlines()
-    assert "run stopped after" in ended
-    assert "why: stopped while no process was training" in cause
-    assert not marked(str(here))
 
 
 @pytest.mark.slow

@@ -10,25 +10,22 @@ import pytest
 
 from manyhands.config.load import load_job
 from tests.e2e.command import (
-    NETS,
     QUICKLY,
     done,
     events,
     final_weights,
     finish,
-    forked,
     messages,
-    refused,
     stop,
     training,
     wait_until,
 )
 from tests.e2e.test_hard_places import assert_alike
-from tests.network.lab import SOURCE
 from tests.network.runs import (
     EXACT,
     GONE_S,
     LONG,
+    PLACE,
     agents,
     begun,
     gone,
@@ -101,60 +98,40 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_machine(count, host, end, l
     done(f"resume run --set train.max_steps={steps()[-1] + 20}")
 
 
-def test_first_machine_is_disconnected_rejoins_and_finally_continues_alone(lab, here):
+def test_first_machine_is_disconnected_rejoins_and_finally_continues_alone(apart):
     """Each has a disk of its own. What n1 wrote while it was cut off is not the run's, nor among its records later."""
-    place = Path("/srv/manyhands-rejoin")
-    place.mkdir(parents=True, exist_ok=True)
-    for host in lab.hosts:
-        lab.start(host, prepare=f"mount -t tmpfs none {place}")
-    with training("launch", LONG, hosts(lab, where=place), "--out run") as process:
+    with training("launch", LONG, hosts(apart, where=PLACE), "--out run") as process:
         wait_until(begun(), process)
-        lab.down(1)
+        apart.down(1)
         cut = time.monotonic()
-        wait_until(lambda: not agents(lab, [1]), process)
+        wait_until(lambda: not agents(apart, [1]), process)
         assert time.monotonic() < cut + CUT_OFF_S
         time.sleep(max(0, cut + 25 - time.monotonic()))
-        lab.up(1)
+        apart.up(1)
         back = time.time()
         trained_on(3, process)
         print(f"cut: {[(e['kind'], round(e['time'] - back, 1)) for e in events('run') if e['time'] > back]}")
         assert machines()[0] != "n1"
         for host in (2, 3):
-            lab.kill(host)
+            apart.kill(host)
         wait_until(lambda: machines() == ["n1"], process)
         trains_on(steps, process)
-        stopped_as_undisturbed(process, f"/proc/{lab._servers[1].pid}/root/{place}/run")
-    gone(lab)
-    place.rmdir()
+        stopped_as_undisturbed(process, f"/proc/{apart._servers[1].pid}/root/{PLACE}/run")
+    gone(apart)
 
 
 def test_machine_joins_an_active_run(lab, here):
     """The head is on n2, whose sshd the third machine reaches, as it is reached from there."""
-    path = {"env": {**os.environ, "PYTHONPATH": str(SOURCE)}}
-    head = typed_on(lab, 2, "launch", LONG, hosts(lab)[2:], "--hosts n1,n2 --out run", **path)
+    head = typed_on(lab, 2, "launch", LONG, hosts(lab)[2:], "--hosts n1,n2 --out run")
     wait_until(begun(), head)
     assert (here / "run" / "head.sock").stat().st_mode & 0o777 == 0o600
-    assert finish(typed_on(lab, 2, "join run --host n3", **path), code=0).out == "n3 has joined run\n"
+    assert finish(typed_on(lab, 2, "join run --host n3"), code=0).out == "n3 has joined run\n"
     trained_on(3, head)
     assert machines()[2] == "n3"
     stopped_as_undisturbed(head)
     assert load_job({}, file=Path("run/job.toml")).job.cluster.hosts == ("n1", "n2", "n3")  # as `resume` reads it
     gone(lab)
     assert not (here / "run" / "head.sock").exists()
-
-
-def test_refused_machine_gets_the_reason_and_the_run_continues(lab, here):
-    lab.down(3)
-    job = ("launch", LONG, "--hosts n1,n2 --elastic 1:3 --out run --cluster.ssh", [lab.ssh])
-    with training(*job) as process:
-        wait_until(begun(), process)
-        for host, says in [("n2", "n2 is already part of the run"), ("n1,n2", "join adds one machine at a time"),
-                           ("nowhere", "nowhere can't be resolved to an address")]:  # fmt: skip
-            refused("join run --host", host, says=says, code=1, by=forked, where=False)
-        before = len(steps())
-        wait_until(lambda: len(steps()) > before, process)
-        assert not events("run", "regrouped")
-        stop(process, signal.SIGINT)
     done("join run --host n3", code=2, says="the run is not active")
 
 
@@ -174,42 +151,6 @@ def test_lost_sync_state_is_reported_and_the_lost_host_rejoins(method, lab, here
     assert [event["data"]["processes"] for event in events("run", "started")] == [3, 2, 3]
     said = messages("run", "warning")
     assert sum(words.startswith("resuming without the synchronization state of rank ") for words in said) == 2, said
-
-
-CGROUP = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.fixture
-def few_bytes(lab):
-    """Puts what a host starts from now on, without forks, under a limit of memory, which is set later."""
-    if not (CGROUP / "memory.limit_in_bytes").exists():
-        pytest.skip("NO LIMIT OF MEMORY: there is no cgroup v1 here, or no right to it")
-    group = CGROUP / f"manyhands-{os.getpid()}"
-    group.mkdir()
-    lab.start(1, environment={"PYTHONPATH": str(SOURCE)})
-    for pid in lab.processes(1):
-        (group / "cgroup.procs").write_text(str(pid))
-    yield group
-    for pid in (group / "cgroup.procs").read_text().split():
-        (CGROUP / "cgroup.procs").write_text(pid)
-    group.rmdir()
-
-
-def test_one_host_of_three_continues_if_a_batch_in_one_pass_exceeds_its_memory(lab, few_bytes, here):
-    """Each of three takes 8 samples; the last one has no memory for 24."""
-    job = f"synthetic:4800x1x8x8x10 {NETS}:Bulky --batch 24 --epochs 1 {QUICKLY} {EXACT} --set checkpoint.every=3steps"
-    limits = "--set train.norm_group=8 --set train.max_steps=10 --set train.evaluate_batch=8"
-    with training("launch", job, limits, hosts(lab), "--out run") as process:
-        wait_until(begun(kind="saved"), process)
-        used = int((few_bytes / "memory.max_usage_in_bytes").read_text())
-        (few_bytes / "memory.limit_in_bytes").write_text(str(used + (100 << 20)))
-        for host in (2, 3):
-            kill_agent(lab, host)
-        reported = "computes an update in 3 micro-batches of at most 8 samples, the limit from the start of the run"
-        finish(process, code=0, says=reported)
-    # The others may be back before the end.
-    assert 1 in [event["data"]["processes"] for event in events("run", "started")]
-    assert_alike(final_weights("run"), undisturbed(job, limits))
 
 
 def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
