@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cli.main import _before_separator, _without_local_rank
+from manyhands.cluster.agents.mirror import OUTPUT, RecordReceiver, RecordSender
+from manyhands.core.run_folder import RunFolder
+from manyhands.run.train import ScriptOutput
 from tests.e2e.command import done, forked, processes_of, refused, start, stop, training, wait_until
 
 SCRIPT = """\
@@ -145,6 +149,46 @@ def test_a_scripts_own_group_is_used_and_stays(processes, backend):
     for rank in range(processes):
         assert log(rank).endswith(f"{rank} finished 40\n")
     assert processes_of("first") == processes
+
+
+def test_words_behind_the_dashes_are_left_alone():
+    given = ["train", "--local-rank=1", "train.py", "--", "--local_rank=0", "--json"]
+    assert _without_local_rank(given) == ["train", "train.py", "--", "--local_rank=0", "--json"]
+    assert "--json" not in _before_separator(given)
+
+
+def test_output_without_line_ends_comes_from_another_machine_too(tmp_path):
+    there, here = RunFolder(tmp_path / "there"), RunFolder(tmp_path / "here")
+    for folder in (there, here):
+        folder.ranks.mkdir(parents=True)
+    receiver = RecordReceiver(here.path)
+    sender = RecordSender(there.path, receiver.file_sizes(), output=True)
+    log = there.path / OUTPUT
+    written = b""
+    for piece in (b"epoch 1\n", "\r 10 %|███".encode()[:-1], "█".encode()[-1:] + b"| it/s", b"\nlast words"):
+        written += piece
+        log.write_bytes(written)
+        for news in sender.new_pieces():
+            receiver.write_piece(news)
+        assert (here.path / OUTPUT).read_bytes() == written
+
+
+def test_a_script_that_writes_without_a_pause_holds_nothing_up(tmp_path, monkeypatch):
+    log = tmp_path / "0.log"
+    echo = ScriptOutput(log)
+    log.write_bytes(b"x" * 10)
+    shown = []
+
+    def write(_descriptor, content):
+        assert len(shown) < 5, "it never returns"
+        shown.append(bytes(content))
+        with log.open("ab") as script:
+            script.write(b"y" * 10)
+
+    monkeypatch.setattr("manyhands.core.files.write_all", write)
+    echo.show_new()
+    echo.show_new()
+    assert b"".join(shown) == b"x" * 10 + b"y" * 10
 
 
 # Inside Ray Train's TorchTrainer, with a real Ray, whose process group is used and stays.

@@ -10,10 +10,10 @@ import time
 import psutil
 import pytest
 
-from manyhands.cli.main import main
 from manyhands.cluster.agents.folders import claim_run_folder
 from manyhands.core.run_folder import RunFolder
 from manyhands.run import disk
+from tests.e2e.command import done, inside
 
 
 @pytest.fixture
@@ -43,13 +43,6 @@ def put(*path, old=True):
     return file
 
 
-def cleaned(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main(["clean", *words])
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
-
-
 @pytest.fixture
 def litter(home):
     cache = home / "cache" / "manyhands"
@@ -76,41 +69,34 @@ def litter(home):
 
 
 @pytest.mark.slow
-def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
+def test_first_it_is_said_and_then_it_goes(litter, home):
     everything = [*litter["goes"], *litter["stays"]]
-    code, out, _ = cleaned(capsys)
-    assert code == 0
+    out = done("clean", by=inside).out
     assert "can be freed; to remove the files, run manyhands clean --yes" in out
     assert all(path.exists() for path in everything)
-    code, out, _ = cleaned(capsys, "--json")
-    reported = json.loads(out)
+    reported = json.loads(done("clean --json", by=inside).out)
     assert set(reported["found"]) == {"code", "compiled", "decoded", "unpacked", "parts", "temporary"}
     assert reported["bytes"] >= 6 * 5000
-    code, out, _ = cleaned(capsys, "--yes")
-    assert code == 0
-    assert " freed" in out
+    assert " freed" in done("clean --yes", by=inside).out
     assert not any(path.exists() for path in litter["goes"])
     assert all(path.exists() for path in litter["stays"])
-    assert cleaned(capsys)[1] == "nothing to clean\n"
+    assert done("clean", by=inside).out == "nothing to clean\n"
 
 
-def test_run_is_removed_only_by_name_and_never_while_active(litter, home, capsys):
+def test_run_is_removed_only_by_name_and_never_while_active(litter, home):
     run = home / "work" / "runs" / "first"
     lock = claim_run_folder(RunFolder(run))
-    code, _, err = cleaned(capsys, "first", "--yes")
-    assert code == 2
-    assert "an active run can't be removed" in err
+    done("clean first --yes", by=inside, code=2, says="an active run can't be removed")
     assert all(path.exists() for path in [*litter["goes"], *litter["stays"]])
     lock.release()
-    code, out, _ = cleaned(capsys, "first")
-    assert "manyhands clean first --yes" in out
+    assert "manyhands clean first --yes" in done("clean first", by=inside).out
     assert run.exists()
-    assert cleaned(capsys, "first", "--yes")[0] == 0
+    done("clean first --yes", by=inside)
     assert not run.exists()
     assert (home / "work" / "runs").exists()
 
 
-def test_what_processes_work_with_and_what_links_lead_to_stays(litter, home, capsys):
+def test_what_processes_work_with_and_what_links_lead_to_stays(litter, home):
     (home / "mine").mkdir()
     precious, decoded = put(home, "mine", "file"), home / "cache" / "manyhands" / "decoded"
     (decoded / "link").symlink_to(home / "mine")
@@ -118,12 +104,11 @@ def test_what_processes_work_with_and_what_links_lead_to_stays(litter, home, cap
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, cwd=litter["goes"][0].parent, **pipes) as process:
         process.stdout.readline()
-        code, out, _ = cleaned(capsys, "--yes")
-        assert code == 0
+        out = done("clean --yes", by=inside).out
         assert "kept  copies of code that processes use now: 1" in out
         assert "kept  compiled networks, decoded pictures and unpacked archives" in out
         assert [path.exists() for path in litter["goes"]] == [True, True, True, True, False, False]
         process.stdin.close()
-    assert cleaned(capsys, "--yes")[0] == 0
+    done("clean --yes", by=inside)
     assert precious.exists()
     assert not decoded.exists() or not list(decoded.iterdir())

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cli.main import main
 from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.config.load import load_job
 from manyhands.run.explain import explain_values
 from manyhands.run.train import launch_decision
+from tests.e2e.command import done, inside, refused
 
 WORKER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
@@ -53,19 +53,10 @@ def test_unequal_shares_are_shown():
     assert "shares" not in reported(cluster__shares="equal")
 
 
-def _explain(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", *arguments])
-    printed = capsys.readouterr()
-    return ended.value.code, printed.out, printed.err
-
-
-def test_the_command_prints_a_table_or_json(capsys):
-    arguments = ["--init", "file:///tmp/x", "--world-size", "2", "--rank", "0"]
-    code, table, _ = _explain(arguments, capsys)
-    assert code == 0
-    assert "world size" in table
-    assert json.loads(_explain([*arguments, "--json"], capsys)[1])["rank"] == {"value": 0, "from": "--rank"}
+def test_the_command_prints_a_table_or_json():
+    line = "explain --init file:///tmp/x --world-size 2 --rank 0"
+    assert "world size" in done(line, by=inside).out
+    assert json.loads(done(line, "--json", by=inside).out)["rank"] == {"value": 0, "from": "--rank"}
 
 
 HOSTS = "n1 slots=8\nann@n2 slots=8 port=2222\n"
@@ -78,51 +69,42 @@ def hosts(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_machines_are_written_as_a_rank_table_and_as_a_hostfile(hosts, capsys):
-    code, out, err = _explain(["--cluster", "hosts", "--write", "table.json"], capsys)
-    assert (code, out) == (0, "")
-    for left_out in ("user names", "ssh ports", "device_ip"):
-        assert f"note: {left_out}" in err
-    assert "wrote table.json" in err
-    code, _, err = _explain(["--rank-table", "table.json", "--write", "again"], capsys)
-    assert (code, err) == (0, "manyhands: wrote again\n")
+def test_machines_are_written_as_a_rank_table_and_as_a_hostfile(hosts):
+    notes = [f"note: {left_out}" for left_out in ("user names", "ssh ports", "device_ip")]
+    assert not done("explain --cluster hosts --write table.json", by=inside, says=[*notes, "wrote table.json"]).out
+    assert done("explain --rank-table table.json --write again", by=inside).err == "manyhands: wrote again\n"
     assert (hosts / "again").read_text() == "n1 slots=8\nn2 slots=8\n"
-    _explain(["--set", 'cluster.hosts=["n1:8","ssh://ann@n2:2222 slots=8"]', "--write", "named"], capsys)
+    done("explain --write named --set", ['cluster.hosts=["n1:8","ssh://ann@n2:2222 slots=8"]'], by=inside)
     assert (hosts / "named").read_text() == HOSTS
 
 
-def test_machines_of_the_environment_are_written(hosts, capsys, monkeypatch):
+def test_machines_of_the_environment_are_written(hosts, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
-    assert _explain(["--write", "slurm"], capsys)[0] == 0
+    done("explain --write slurm", by=inside)
     assert (hosts / "slurm").read_text() == "n1 slots=4\nn2 slots=4\n"
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("PET_MASTER_ADDR", "job-0")
-    code, _, err = _explain(["--write", "kubeflow"], capsys)
-    assert code == 2
-    assert "does not give the names of machines 1" in err
+    done("explain --write kubeflow", by=inside, code=2, says="does not give the names of machines 1")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cluster", "hosts", "--write", "hosts"], "hosts already exists"),
-        (["--cluster", "nowhere", "--write", "new"], "nowhere can't be read"),
-        (["--cluster", "hosts", "--write", "no/such/folder"], "can't be written"),
-        (["--cluster", "empty", "--write", "new"], "the cluster file is empty"),
-        (["--cluster", "unsized", "--write", "new.json"], "the number of devices of n1 is unknown"),
-        (["--cluster", "odd", "--write", "new.json"], "where: hostfile odd\n"),
-        (["--write", "new"], "no machines are given"),
+        ("--cluster hosts --write hosts", "hosts already exists"),
+        ("--cluster nowhere --write new", "nowhere can't be read"),
+        ("--cluster hosts --write no/such/folder", "can't be written"),
+        ("--cluster empty --write new", "the cluster file is empty"),
+        ("--cluster unsized --write new.json", "the number of devices of n1 is unknown"),
+        ("--cluster odd --write new.json", "where: hostfile odd\n"),
+        ("--write new", "no machines are given"),
     ],
 )
-def test_what_cannot_be_written_is_one_screen(arguments, said, hosts, capsys):
+def test_what_cannot_be_written_is_one_screen(arguments, said, hosts):
     (hosts / "empty").write_text("")
     (hosts / "unsized").write_text("n1\nn2:4\n")
     (hosts / "odd").write_text("n9:2\nn10:2\n")
-    code, out, err = _explain(arguments, capsys)
-    assert (code, out) == (2, "")
-    assert said in err
-    assert "Traceback" not in err
+    assert "Traceback" not in refused("explain", arguments, says=said)
     assert (hosts / "hosts").read_text() == HOSTS
 
 

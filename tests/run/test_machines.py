@@ -106,9 +106,6 @@ class Scene:
         self.contacting()
         self.answers_all()
 
-    def excluded(self):
-        self.fails_again()
-
     def running_on_trial(self):
         self.ready()
         self.clock.now += 0.1
@@ -136,9 +133,6 @@ class Scene:
     def closes(self):
         self.n3.link.closed = True
         self.run.tick()
-
-    def is_silent(self):
-        self.wait(SILENT_S + 1)
 
     def answers_all(self):
         self.answers(FACTS, RunOpened("/runs/n3", False, False, False, ""), ("cpu", 4))
@@ -196,12 +190,12 @@ def scene(tmp_path, monkeypatch):
         ("contacting", "fails_a_request", "refused", None),
         ("contacting", "next_start", MachineState.CONTACTING, CONTACT_S),
         ("ready", SILENT_S - 1, MachineState.READY, None),
-        ("ready", "is_silent", MachineState.LOST, RETRY_LEAST_S),
+        ("ready", SILENT_S + 1, MachineState.LOST, RETRY_LEAST_S),
         ("ready", "closes", MachineState.LOST, RETRY_LEAST_S),
         ("ready", "next_start", MachineState.RUNNING, None),
-        ("excluded", EXCLUDED_S / 2, MachineState.READY, EXCLUDED_S / 2),
-        ("excluded", "closes", MachineState.LOST, EXCLUDED_S),
-        ("excluded", "next_start", MachineState.READY, EXCLUDED_S),
+        ("fails_again", EXCLUDED_S / 2, MachineState.READY, EXCLUDED_S / 2),
+        ("fails_again", "closes", MachineState.LOST, EXCLUDED_S),
+        ("fails_again", "next_start", MachineState.READY, EXCLUDED_S),
         ("running_on_trial", "lost", MachineState.LOST, EXCLUDED_S),  # it was lost before
         ("running_on_trial", "fails", MachineState.READY, EXCLUDED_S),
         ("running_on_trial", "raises_on_trial", "refused", None),
@@ -252,7 +246,7 @@ def test_the_pause_between_contacts_grows_with_the_time_that_a_machine_is_lost(s
 
 def test_a_machine_that_cannot_be_spared_is_not_excluded(tmp_path, monkeypatch):
     scene = Scene(tmp_path / "run", monkeypatch, {"cluster.elastic": "3:3"})
-    scene.excluded()
+    scene.fails_again()
     assert scene.n3.state is MachineState.RUNNING
 
 
