@@ -9,14 +9,6 @@ import pytest
 
 from manyhands.cluster.agents.agent import importing_torch
 
-
-@pytest.fixture(autouse=True)
-def _as_before():
-    yield
-    gc.enable()
-    gc.unfreeze()
-
-
 SCRIPT = """
 import os
 from manyhands.cluster.agents.agent import importing_torch
@@ -37,6 +29,7 @@ def test_torch_is_loaded_with_short_spins_unless_the_user_says_otherwise(monkeyp
     with importing_torch():
         assert os.environ["GOMP_SPINCOUNT"] == "77"
     assert os.environ["GOMP_SPINCOUNT"] == "77"
+    gc.unfreeze()
 
 
 RAISED = """

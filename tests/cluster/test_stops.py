@@ -25,7 +25,6 @@ from manyhands.core.records import Failure
 from manyhands.core.stops import STOPS, on_stop, stop_signals_as_ctrl_c
 from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.parallel.group.heartbeat import emergency_save_path
-from tests.e2e.command import finish, running, wait_until
 
 
 def test_each_signal_is_heard_and_what_was_there_before_comes_back():
@@ -109,19 +108,6 @@ def test_last_words_are_of_this_start(tmp_path):
     assert len(words) == 8
     assert set(words) == {"now \ufffd"}
     assert _log_tail(Started(), 0) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_stop_at_any_moment_of_the_start_is_no_failure(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for tenths in range(1, 40, 9):
-        with running("train", "digits", "mlp", "--epochs", "100000", "-n", "2", "--out", f"run{tenths}") as process:
-            wait_until(Path(f"run{tenths}", "ranks").exists, process)
-            time.sleep(tenths / 10)
-            process.send_signal(signal.SIGTERM)
-            ended = finish(process)
-        assert ended.code in (75, 130), (tenths, ended)
 
 
 @pytest.mark.slow

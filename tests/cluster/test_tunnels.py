@@ -14,9 +14,7 @@ import pytest
 
 from manyhands.cluster.agents import tunnel
 from manyhands.cluster.agents.switchboard import READY
-from manyhands.cluster.agents.tunnel import MachineTunnels, SshTunnels
-from manyhands.cluster.hosts.inventory import Machine
-from manyhands.config.job import ClusterOptions
+from manyhands.cluster.agents.tunnel import ChildProcesses, MachineTunnels
 from manyhands.core.errors import RunError
 from manyhands.parallel.group.tunnel_ends import request_tunnel
 from tests.e2e.command import wait_until
@@ -129,12 +127,10 @@ def test_two_tunnels_to_one_machine_are_both_watched_and_leave_nothing():
 
 
 def test_connection_that_does_not_end_on_request_is_killed(tmp_path, monkeypatch):
-    deaf = tmp_path / "ssh"
-    deaf.write_text(f"#!/bin/sh\ntrap '' TERM\necho {READY}\nwhile :; do sleep 0.1; done\n")
-    deaf.chmod(0o700)
     monkeypatch.setattr(tunnel, "TUNNEL_CLOSE_S", 0.3)
-    before = set(psutil.Process().children())
-    tunnels = SshTunnels([Machine("n1"), Machine("n2")], ClusterOptions(ssh=str(deaf)), tmp_path, lambda: None)
+    before, tunnels = set(psutil.Process().children()), ChildProcesses(tmp_path)
+    deaf = ["sh", "-c", f"trap '' TERM; echo {READY}; while :; do sleep 0.1; done"]
+    assert not tunnels.start({"n1": deaf, "n2": deaf}, 10.0)
     began = time.monotonic()
     tunnels.close()
     assert time.monotonic() - began < 10

@@ -1,6 +1,6 @@
 """What an agent opens before it forks its workers, they have, whatever becomes of the files; else they open it."""
 
-import os
+import multiprocessing
 import shutil
 
 import pytest
@@ -24,23 +24,14 @@ def _open_ahead(options, **more):
     preload(orders_for(job, "train", "nowhere", Rendezvous((2,)), **more))
 
 
-def _in_a_child(check):
-    """What a forked process finds: 0, or 1 where it had to open what is gone."""
-    child = os.fork()
-    if not child:
-        try:
-            check()
-        except UserError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_workers_have_what_their_agent_has_opened(tmp_path):
     options = DataOptions(name="mnist", dir=str(_mnist(tmp_path / "data")))
     _open_ahead(options)
     shutil.rmtree(options.dir)
-    assert _in_a_child(lambda: open_data(options)) == 0
+    child = multiprocessing.get_context("fork").Process(target=open_data, args=(options,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     assert len(open_data(options).train) == 20
     fewer = options.model_copy(update={"train_samples": 5, "download": False})
     with pytest.raises(UserError, match="has no"):
