@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,9 +14,25 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.run.submit import submit
 from tests.data.sets import make
-from tests.e2e.command import QUICK, environment, events, finish, processes_of, read, typed, wait_until
+from tests.e2e.command import QUICK, environment, events, finish, processes_of, typed, wait_until
+from tests.e2e.conftest import here as here
+from tests.launchers.slurm import NoSlurm, Slurm
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    # Sockets have short names, and pytest's folders long ones.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        try:
+            found = Slurm(Path(folder))
+        except NoSlurm as error:
+            pytest.skip(f"no Slurm here: {error}")
+        yield found
+        found.stop()
+
+
 MANYHANDS = [sys.executable, "-m", "manyhands"]
 JOB = ["train", "digits", "mlp", "--epochs", "1", "--out", "run", "--device", "cpu", *QUICK]
 
@@ -69,16 +86,6 @@ def test_a_batch_script_and_the_shell_of_salloc_need_srun(slurm, here):
         assert ("only one runs without srun" in ended.stderr) == (code == 2)
 
 
-def test_explain_under_srun(slurm, tmp_path):
-    # A file for each task: srun breaks long lines when it joins the tasks' output.
-    output = ["--output", f"{tmp_path}/%t.json"]
-    slurm.run("srun", "-n", "2", *output, *MANYHANDS, "explain", "--device", "cpu", "--json", env=environment())
-    reported = {number: read(tmp_path, f"{number}.json") for number in (0, 1)}
-    assert {number: reported[number]["rank"]["value"] for number in reported} == {0: 0, 1: 1}
-    assert reported[1]["rank"]["from"] == "SLURM_PROCID"
-    assert reported[0]["master_address"]["value"] == "127.0.0.1"
-
-
 def test_sbatch_takes_the_script(slurm):
     flags = {"submit.nodes": 1, "cluster.processes": 2, "submit.time_limit": "10", "submit.options": ["--comment=x"]}
     text = submit(load_job(flags, environment={}).job, None, "slurm", dry_run=True)
@@ -127,13 +134,3 @@ def test_srun_ends_with_the_code_for_another_turn_where_slurm_asks_by_sigusr1(sl
     (stopped,), saved = events("run", "stopped"), events("run", "saved")[-1]
     assert saved["step"] == stopped["step"]
     print(f"saved {saved['time'] - asked:.2f} s after it was asked to")
-
-
-ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "content"), [("accelerate.yaml", ACCELERATE), ("hosts", "localhost slots=2\n")])
-def test_a_file_of_this_machine_starts_its_processes(here, name, content):
-    (here / name).write_text(content)
-    assert_one_run_of_two(run_to_end([*MANYHANDS, *JOB, "--cluster", name]), here)
