@@ -2,6 +2,7 @@
 
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,17 +17,12 @@ from manyhands.train.status import HeartbeatWriter
 from tests.e2e.command import wait_until
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(stall, "time", clock)
+    """Seconds that only the test changes, in `now`."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    for module in (stall, status):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -104,9 +100,7 @@ def test_who_is_ended_has_been_seen_to_hang_for_some_seconds(rank, wanted, clock
     assert wanted in (find_blocking_rank[1] if find_blocking_rank else "")
 
 
-def test_update_that_took_much_longer_than_usual_is_reported(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(status, "time", clock)
+def test_update_that_took_much_longer_than_usual_is_reported(clock):
     one = HeartbeatWriter()
     said = []
     for step, seconds in enumerate([9.0, 0.1, 0.1, 0.1, 8.0, 0.1, 2.9], 1):

@@ -23,7 +23,7 @@ from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import Alive, encode
 from manyhands.core.records import Failure
 from manyhands.core.stops import STOPS, on_stop, stop_signals_as_ctrl_c
-from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
+from manyhands.core.timeouts import AWAITED_S, SILENT_S
 from manyhands.parallel.group.heartbeat import emergency_save_path
 
 
@@ -68,7 +68,7 @@ def test_a_failure_is_said_as_soon_as_its_agent_knows(said, reported):
 
 
 class Line:
-    """The connection to a machine, which remembers what it was sent."""
+    """One end of a connection, which remembers what it was sent."""
 
     here, machine = False, Machine("n2")
 
@@ -110,31 +110,6 @@ def test_last_words_are_of_this_start(tmp_path):
     assert _log_tail(Started(), 0) == ""
 
 
-@pytest.mark.slow
-def test_dead_machine_is_named_on_a_stop_and_a_second_interrupt_ends_at_once(tmp_path):
-    """Neither ssh nor the machine says that it has gone: both ends of the line are a process that never answers."""
-    process = subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    link = AgentConnection(Machine("n2"), process, tmp_path / "log", here=False)
-    began, heard = time.monotonic(), []
-
-    def tell(text):
-        heard.append((time.monotonic() - began, text))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    ticks = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
-    watch = WatchHooks(lambda: next(ticks, lambda: None)(), on_warning=tell)
-    ending = supervise_once({link: protocol.Orders({}, str(tmp_path), Rendezvous((2,)))}, watch)
-    assert ending.interrupted
-    assert list(ending.lost) == ["n2"]
-    [(after_s, said)] = heard
-    assert said == "waiting for n2 (no response); press Ctrl-C again to stop at once"
-    assert AWAITED_S < after_s < SILENT_S
-    assert time.monotonic() - began < after_s + KILL_S
-    process.kill()
-    process.wait()
-    close_all([link])
-
-
 def spoken_by(tmp_path, name, script):
     """A machine that says what a shell has it say."""
     process = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -146,6 +121,21 @@ def said(tmp_path, *messages):
     path = tmp_path / "said"
     path.write_bytes(b"".join(encode(message, 1) for message in messages))
     return f"cat {path}"
+
+
+def test_silent_machine_is_named_on_a_stop_and_its_connection_ends_with_the_second_interrupt(tmp_path):
+    """Neither ssh nor the machine says that it has gone: both ends of the line are a process that never answers."""
+    heard, link = [], spoken_by(tmp_path, "n2", "exec sleep 300")
+    head = _LauncherState([link], WatchHooks(on_warning=heard.append))
+    head.forward_stops(1)
+    for silent_s, reports in ((AWAITED_S / 2, 0), (AWAITED_S + 1, 1)):
+        link.last_received = head._asked_at = time.monotonic() - silent_s
+        head.check_links()
+        assert heard == ["waiting for n2 (no response); press Ctrl-C again to stop at once"] * reports
+    head.forward_stops(2)
+    assert link.process.wait(10) == -signal.SIGKILL
+    head.receive_messages(link)
+    assert list(head.ending.lost) == ["n2"]
 
 
 @pytest.mark.slow
@@ -245,14 +235,12 @@ def test_worker_gets_the_time_for_its_update_and_no_save_lasts_for_ever(saves, t
     assert not those.has_time({0: 1}, 0.0)
 
 
-class Head:
-    """Commands at times of its own; keeps what is sent."""
+class Head(Line):
+    """Commands at times of its own."""
 
     def __init__(self, tick):
-        self.tick, self.sent, self.open, self.last_received = tick, [], True, time.monotonic()
-
-    def send(self, message):
-        self.sent.append(message)
+        super().__init__()
+        self.tick, self.open = tick, True
 
     def pids(self):
         return next(message.pids for message in self.sent if isinstance(message, protocol.WorkersStarted))

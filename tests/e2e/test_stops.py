@@ -40,10 +40,6 @@ def begun(folder="run"):
     return lambda: events(folder, "first-step")
 
 
-def family(process):
-    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
-
 def last(kind, folder="run"):
     """The step of the run's last event of a kind."""
     return events(folder, kind)[-1]["step"]
@@ -107,7 +103,7 @@ def test_stop_in_an_evaluation_saves_and_the_evaluation_is_made_on_resume(here):
 def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_was_saved(here):
     with training(ENDLESS, SAVING, "-n 2") as process:
         wait_until(lambda: events("run", "saved"), process)
-        worker = process_of(1)
+        worker = psutil.Process(command.read("run/env.json")["ranks"][1]["pid"])
         healed = None
         for pause_s in (4, 8, 16, 32):  # on a busy machine updates take long, and so does what counts as a stall
             saved = len(events("run", "saved"))
@@ -127,13 +123,20 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
     assert not marked(str(here))
 
 
-@pytest.mark.parametrize("line", ["train digits mlp -n 2", "launch digits mlp --hosts 127.0.0.1:2"])
-def test_ctrl_c_between_two_starts_is_a_stop_of_the_run(line, monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "during", "says"),
+    [
+        ("train digits mlp -n 2", "recovery.supervise_once", ""),
+        ("launch digits mlp --hosts 127.0.0.1:2", "recovery.supervise_once", ""),
+        ("launch digits mlp --hosts 127.0.0.1:2", "launch.prepare_machines", "stopping before training has begun\n"),
+    ],
+)
+def test_ctrl_c_before_the_first_start_and_between_two_is_a_stop_of_the_run(line, during, says, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("manyhands.run.recovery.supervise_once", interrupted)
-    done(line, QUICKLY, "--out run", by=inside, code=130, says="stopped before anything was saved")
+    monkeypatch.setattr(f"manyhands.run.{during}", interrupted)
+    done(line, QUICKLY, "--out run", by=inside, code=130, says=(says, "stopped before anything was saved"))
     assert "why: stopped before anything was saved" in done("why run", by=inside).out
 
 
@@ -146,52 +149,36 @@ def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(here):
     command.assert_one_screen(ended.err, where=False)
 
 
-@pytest.mark.slow
-def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrupt(here):
-    """Its main thread is in a collective, where no handler of Python's is called."""
-    job = (ENDLESS, SAVING, f"--init file://{here}/meet --world-size 2 --rank")
-    with training(*job, 0) as process, training(*job, 1) as other:
-        wait_until(lambda: events("run", "saved"), process)
-        other.send_signal(signal.SIGSTOP)
-        reported(rf"waiting for rank 1 on \S+ \(process {other.pid} is stopped\)", "run/ranks/0.log", process)
-        process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        ended = stop(process, signal.SIGINT, code=130)
-    assert f"the last checkpoint is step {last('saved')}" in ended.err
-    assert f"resume from step {last('saved')}" in ended.err
-
-
-def process_of(rank):
-    return psutil.Process(next(each["pid"] for each in command.read("run/env.json")["ranks"] if each["rank"] == rank))
-
-
 def reported(pattern, path, process):
     """A line that a process writes down while the run stands still."""
     return wait_until(lambda: re.search(pattern, Path(path).read_text() if Path(path).is_file() else ""), process)
 
 
 @pytest.mark.slow
-def test_waiting_ranks_started_by_hand_report_a_stopped_process(here):
-    """Also where the store is the stopped one's own, as rank 0's is. The run is listed once, and stopped by rank 0."""
+def test_waiting_ranks_started_by_hand_report_a_stopped_process_and_end_at_the_second_interrupt(here):
+    """Also where the store is the stopped one's own, as rank 0's is, and the main thread hears no signal meanwhile."""
     job, place = ENDLESS.removesuffix("run"), f"--init tcp://127.0.0.1:{command.free_port()} --world-size 3 --rank"
     with contextlib.ExitStack() as stack:
-        given = [(job + folder, place, rank) for rank, folder in enumerate(("run", "other", "run"))]
+        given = [(job + folder, SAVING, place, rank) for rank, folder in enumerate(("run", "other", "run"))]
         processes = [stack.enter_context(training(*each)) for each in given]
-        wait_until(begun(), processes[0])
+        wait_until(lambda: events("run", "saved"), processes[0])
         (listed,) = json.loads(done("ps --json", by=inside).out)
         assert (listed["pid"], listed["processes"]) == (processes[0].pid, 3)
         assert "\nrank 2 | " in done("logs run").out
-        for rank in (1, 0):
+        for rank in (1, 0, 2):
             hung = processes[rank]
             hung.send_signal(signal.SIGSTOP)
             words = rf"waiting for rank {rank} on \S+ \(process {hung.pid} is stopped\)"
-            for each in range(3):
-                if each != rank:
-                    reported(words, f"run/ranks/{each}.log", processes[each])
-            hung.send_signal(signal.SIGCONT)
-            trains_on(processes[0])
-        done("stop run")
-        assert [finish(each).code for each in processes] == [75] * 3
+            for each in {0, 1, 2} - {rank}:
+                reported(words, f"run/ranks/{each}.log", processes[each])
+            if rank != 2:
+                hung.send_signal(signal.SIGCONT)
+                trains_on(processes[0])
+        processes[0].send_signal(signal.SIGINT)
+        time.sleep(1)
+        ended = stop(processes[0], signal.SIGINT, code=130)
+    assert f"the last checkpoint is step {last('saved')}" in ended.err
+    assert f"resume from step {last('saved')}" in ended.err
 
 
 @pytest.mark.slow
@@ -224,7 +211,7 @@ def test_a_second_interrupt_or_stop_now_kills(how, here):
 def test_nothing_outlives_the_launcher_or_the_agent(who, here):
     with training(ENDLESS, "-n 2", "--elastic off" * (who == "agent")) as process:
         wait_until(begun(), process)
-        members = family(process)
+        members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         (agent,) = members[0].children()
         assert len(members) >= 4
         (agent if who == "agent" else members[0]).kill()

@@ -58,19 +58,12 @@ class FakeLink:
         return 255
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 class Scene:
     """Two machines that take part, n1 and n2, and n3, which the tests lead from state to state."""
 
     def __init__(self, path, monkeypatch, settings=None):
-        self.clock, self.said, self.opened = Clock(), [], []
-        monkeypatch.setattr(time, "monotonic", self.clock)
+        self.now, self.said, self.opened = 1000.0, [], []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "open_agent", self.open)
         monkeypatch.setattr(Membership, "_check_facts", lambda *_: None)
         self.folder = RunFolder(path)
@@ -91,7 +84,7 @@ class Scene:
         return FakeLink(machine.name)
 
     def wait(self, seconds):
-        self.clock.now += seconds
+        self.now += seconds
         self.run.tick()
 
     def lost(self):
@@ -108,7 +101,7 @@ class Scene:
 
     def running_on_trial(self):
         self.ready()
-        self.clock.now += 0.1
+        self.now += 0.1
         assert self.run.add_ready_machines() == [self.n3]
         self.n3.opened_folder = RunOpened("/runs/n3", shared=False, checkpoints=True)
 
@@ -211,7 +204,7 @@ def test_an_event_in_a_state(state, event, then, until_s, scene):
         return
     assert scene.n3.state is then
     if until_s is not None:
-        assert scene.n3.until == pytest.approx(scene.clock.now + until_s)
+        assert scene.n3.until == pytest.approx(scene.now + until_s)
     assert (scene.n3.link is None) == (then is MachineState.LOST)
     assert (scene.n3 in scene.machines.running) == (then is MachineState.RUNNING)
     assert [scene.n1, scene.n2] == scene.machines.running[:2]
@@ -237,9 +230,9 @@ def test_the_pause_between_contacts_grows_with_the_time_that_a_machine_is_lost(s
     scene.lost()
     pauses = []
     for _ in range(200):
-        scene.wait(max(0.0, scene.n3.until - scene.clock.now))
+        scene.wait(max(0.0, scene.n3.until - scene.now))
         scene.closes()
-        pauses.append(scene.n3.until - scene.clock.now)
+        pauses.append(scene.n3.until - scene.now)
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (RETRY_LEAST_S, RETRY_MOST_S)
 

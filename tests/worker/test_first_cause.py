@@ -3,6 +3,7 @@
 import json
 import threading
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,11 +65,6 @@ def failure(error, rank=0):
     return describe_failure(error, rank=rank, step=3, phase="train")
 
 
-class _Group:
-    def __init__(self, listening):
-        self.cause = listening
-
-
 @pytest.fixture
 def soon(monkeypatch):
     for name in ("LISTEN_S", "LEARN_S", "PATIENCE_S"):
@@ -78,10 +74,10 @@ def soon(monkeypatch):
 def test_a_causes_words_reach_the_others_and_till_then_the_librarys_words_stay(soon, monkeypatch):
     store = dist.HashStore()
     with closing(FailureBroadcast(store, 0)) as one, closing(FailureBroadcast(store, 0)) as other:
-        alone = publish_or_adopt_first_cause(_Group(other), failure(dist.DistBackendError(GONE)))
+        alone = publish_or_adopt_first_cause(SimpleNamespace(cause=other), failure(dist.DistBackendError(GONE)))
         monkeypatch.setattr(group, "LEARN_S", 10)
-        publish_or_adopt_first_cause(_Group(one), failure(dist.DistBackendError(DUPLICATE), rank=1))
-        record = publish_or_adopt_first_cause(_Group(other), failure(dist.DistBackendError(GONE)))
+        publish_or_adopt_first_cause(SimpleNamespace(cause=one), failure(dist.DistBackendError(DUPLICATE), rank=1))
+        record = publish_or_adopt_first_cause(SimpleNamespace(cause=other), failure(dist.DistBackendError(GONE)))
     assert alone.what.startswith("another process ended")
     assert "ncclRemoteError" in alone.what
     assert "rank 1 on" in record.what
