@@ -183,6 +183,7 @@ def test_a_closed_machine_is_blamed_once(host, result, way):
     finding = only(survey)
     assert (finding.check, finding.severity, finding.hosts[0]) == ("reach", "fail", host)
     assert "4711" in finding.what
+    assert ("refuse" in finding.what) == (result == "refused")
 
 
 @given(st.sets(st.tuples(hosts, hosts).filter(lambda pair: pair[0] != pair[1]), min_size=1))

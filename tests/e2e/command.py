@@ -148,16 +148,15 @@ def shell(line, cwd=None, **variables):
 
 def finish(process, code=None, says=()):
     """Waits for a command's end, which has this exit code, and these words on standard error."""
-    try:
-        out, err = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        end(process)
-        raise
-    return checked(Ended(process.returncode, out, err), code, says)
-
-
-def checked(ended, code=None, says=()):
-    """What has ended with this exit code, and said these words on standard error."""
+    if isinstance(process, Ended):  # it has run inside this process
+        ended = process
+    else:
+        try:
+            out, err = process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            end(process)
+            raise
+        ended = Ended(process.returncode, out, err)
     assert code in (None, ended.code), ended.err
     for text in [says] if isinstance(says, str) else says:
         assert text in ended.err, ended.err
@@ -215,8 +214,7 @@ def begin(*given, by=forked, **others):
 
 def done(*given, by=forked, code=0, says=(), **others):
     """Runs a command to the end that is expected of it."""
-    ended = begin(*given, by=by, **others)
-    return checked(ended, code, says) if isinstance(ended, Ended) else finish(ended, code, says)
+    return finish(begin(*given, by=by, **others), code, says)
 
 
 def refused(*given, says=(), by=inside, code=2, where=True, **others):
@@ -236,15 +234,10 @@ def end(process):
     process.communicate()
 
 
-def training(*given, by=forked, **others):
-    """A command that is ended with the block, as `running`; its words as for `done`."""
-    return running(*words(given), by=by, **others)
-
-
 @contextlib.contextmanager
-def running(*arguments, by=start, **others):
-    """A command that is ended with the block, if it hasn't ended before."""
-    process = by(*arguments, **others)
+def training(*given, by=forked, **others):
+    """A command that is ended with the block, if it hasn't ended before; its words as for `done`."""
+    process = begin(*given, by=by, **others)
     try:
         yield process
     finally:

@@ -162,6 +162,7 @@ NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="would have
         ("nowhere", "no folder nowhere/train and no folder nowhere/val"),
         ("images --resume missing.pth.tar", "no checkpoint at missing.pth.tar"),
         pytest.param("images --gpu 99 -b 2", "no accelerator", marks=pytest.mark.slow),
+        ("images --world-size 3 --rank 0 --dist-url tcp://192.0.2.77:8090", ("not an address of", "where: --dist-url")),
         pytest.param("images --gpu 0", ("where: --gpu", "--no-accel"), marks=[NO_GPU, pytest.mark.slow]),
     ],
 )

@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from tests.e2e.command import QUICKLY, events, final_weights, metrics, running, start, wait_until
+from tests.e2e.command import QUICKLY, events, final_weights, metrics, start, training, wait_until
 from tests.faults.soak_saves import arguments, report
 from tests.network.lab import Lab
-from tests.network.runs import EXACT, begun, gone, hosts
+from tests.network.runs import EXACT, begun, gone, hosts, workers
 from tests.network.runs import steps as steps_of
 
 # By rounding in double precision, without momentum.
@@ -34,6 +34,8 @@ ROUNDING = 1e-6
 CUT_S = 4
 # What a process's memory and descriptors may do by chance between the second quarter and the last.
 FLAT, SOME = 1.1, 8
+# Nobody reads the words of a command: a pipe would fill.
+QUIETLY = {"by": start, "to": subprocess.DEVNULL}
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -41,19 +43,6 @@ def job(data, epochs):
     """Of a run that is long enough for its faults."""
     seldom = f"--set train.evaluate_every={max(1, epochs // 20)} --set checkpoint.every=20s"
     return f"{data} mlp --epochs {epochs} {QUICKLY} {EXACT} {seldom}".split()
-
-
-def workers(lab):
-    """(host, process) of all that train: forked by what watches them, so with its words."""
-    found = []
-    for host in lab.hosts:
-        for pid in lab.processes(host):
-            with suppress(psutil.Error):
-                process = psutil.Process(pid)
-                words = process.cmdline()
-                if "agents.agent" in " ".join(words) and process.parent().cmdline() == words:
-                    found.append((host, process))
-    return found
 
 
 def difference(one, other):
@@ -86,10 +75,10 @@ def disturb(lab, process, draw, kinds):
 def kills(lab, folder, *, count, words, seed, kinds=("kill",)):
     """One run, disturbed so often, at random steps: at the end the weights of one that isn't, by the same updates."""
     draw, done = random.Random(seed), []
-    with running("train", *words, "--out", folder / "whole", by=quietly) as process:
+    with training("train", words, "--out", folder / "whole", **QUIETLY) as process:
         assert process.wait() == 0
     steps = events(folder / "whole", "finished")[-1]["step"]
-    with running("launch", *words, *hosts(lab), "--out", folder / "run", by=quietly) as process:
+    with training("launch", words, hosts(lab), "--out", folder / "run", **QUIETLY) as process:
         wait_until(begun(folder / "run"), process, patience=120)
         for moment in sorted(draw.uniform(0.05, 0.85) * steps for _ in range(count)):
             while process.poll() is None and max(steps_of(folder / "run"), default=0) < moment:
@@ -108,15 +97,10 @@ def kills(lab, folder, *, count, words, seed, kinds=("kill",)):
     return {**found, "holds": found["difference"] <= ROUNDING and not found["evaluated_twice"] and len(done) == count}
 
 
-def quietly(*arguments, **others):
-    """Starts a command whose words nobody reads: a pipe would fill."""
-    return start(*arguments, to=subprocess.DEVNULL, **others)
-
-
 def faults(lab, folder, *, minutes, every_s, words, seed):
     """One run that doesn't end, a fault every minute; what it holds is measured after each."""
     draw, held = random.Random(seed), []
-    with running("launch", *words, *hosts(lab), "--out", folder / "run", by=quietly) as process:
+    with training("launch", words, hosts(lab), "--out", folder / "run", **QUIETLY) as process:
         wait_until(begun(folder / "run"), process)
         until = time.monotonic() + 60 * minutes
         while time.monotonic() < until:
@@ -171,14 +155,14 @@ def leftovers(lab):
     }
 
 
-def launches(lab, folder, *, count, words, seed, within_s=12.0, training=0.0):
+def launches(lab, folder, *, count, words, seed, within_s=12.0, trained=0.0):
     """Started and ended at random moments: such a share of them once it trains, the others whatever they do by then."""
     draw, before, slowest_s = random.Random(seed), leftovers(lab), 0.0
     for number in range(count):
         said = folder / f"{number}.said"
         launched = ["launch", *words, *hosts(lab), "--out", folder / str(number)]
-        with said.open("w") as into, running(*launched, by=start, to=into) as process:
-            if draw.random() < training:
+        with said.open("w") as into, training(launched, by=start, to=into) as process:
+            if draw.random() < trained:
                 wait_until(begun(folder / str(number)), process, patience=240)
             time.sleep(draw.uniform(0.1, within_s))
             process.send_signal(stop := draw.choice(STOPS))
@@ -244,7 +228,7 @@ def main():
     do = {
         "kills": functools.partial(kills, count=given.count),
         "faults": functools.partial(faults, minutes=given.minutes, every_s=60),
-        "launches": functools.partial(launches, count=given.count, within_s=given.within, training=given.training),
+        "launches": functools.partial(launches, count=given.count, within_s=given.within, trained=given.training),
     }
     with place() as (lab, folder):
         return report(given, do[given.what](lab, folder, words=words, seed=given.seed))

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.data.conftest import real_data as real_data
 from tests.network.lab import Lab, why_not
-from tests.network.runs import PLACE
+from tests.network.runs import own_disk
 
 REASON = why_not()
 
@@ -39,7 +40,6 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def apart(lab, here):
     """Hosts each of which has a disk of its own at one place."""
-    PLACE.mkdir(parents=True, exist_ok=True)
     for host in lab.hosts:
-        lab.start(host, prepare=f"mount -t tmpfs none {PLACE}")
+        own_disk(lab, host)
     return lab

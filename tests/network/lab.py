@@ -131,7 +131,7 @@ class Lab:
             raise RuntimeError(f"in n{host}, {shlex.join(map(str, arguments))}: {done.stderr.strip()}")
         return done.stdout
 
-    def start(self, host, *, prepare="true", environment=None, port=22, wait=True):
+    def start(self, host, *, prepare="true", environment=None, port=22, sshd="", wait=True):
         """Starts a host's sshd anew.
 
         Args:
@@ -139,10 +139,11 @@ class Lab:
             prepare: a shell command that runs first in the host's own mount namespace, such as a mount.
             environment: more variables for its sessions.
             port: that it listens on.
+            sshd: more lines of its configuration.
             wait: until it answers.
         """
         self._stop(host)
-        config = self._write_sshd_config(host, {**self.environment, **(environment or {})}, port)
+        config = self._write_sshd_config(host, {**self.environment, **(environment or {})}, port, sshd)
         # bash reads it in each session, and what it starts may wait for what another killed host has left locked.
         hide = "if [ -e ~/.bashrc ]; then mount --bind /dev/null ~/.bashrc; fi"
         script = f'{hide} && {prepare} && exec {_tool("sshd")} -D -e -f "$0"'
@@ -191,14 +192,11 @@ class Lab:
         if default:
             _run("ip", *inside, "route", "add", "default", "dev", interface)
 
-    def set_names(self, host, text):
-        """Replaces a host's /etc/hosts, for processes that run already too."""
-        (self._etc(host) / "hosts").write_text(text)
-
-    def set_names_as_in_debian(self, host):
-        """A host's own name stands for 127.0.1.1 there."""
-        others = "\n".join(f"{self.address(other)} n{other}" for other in self.hosts if other != host)
-        self.set_names(host, f"127.0.0.1 localhost\n127.0.1.1 n{host}\n{others}\n")
+    def set_names(self, host, own=""):
+        """Writes a host's /etc/hosts, for processes that run already too; `own`: what its own name stands for there."""
+        names = [f"{own if own and other == host else self.address(other)} {self.name(other)}" for other in self.hosts]
+        text = "\n".join(["127.0.0.1 localhost", "::1 localhost", *names])
+        (self._etc(host) / "hosts").write_text(text + "\n")
 
     def nft(self, host, rules):
         """Loads rules into a host's firewall."""
@@ -261,7 +259,7 @@ class Lab:
         inside = ("-n", self.namespace(host))
         etc = self._etc(host)
         etc.mkdir(parents=True)
-        self.set_names(host, self._usual_names())
+        self.set_names(host)
         # A name that isn't in the file is refused at once instead of being asked for into the void.
         (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         _run("ip", "netns", "add", self.namespace(host))
@@ -276,10 +274,6 @@ class Lab:
         # Without nodad, an IPv6 address can't be used for the first second or two.
         words = [f"{self.address(number)}/64", "nodad"] if self.ipv6_only else [f"{self.address(number)}/24"]
         _run("ip", *inside, "addr", "add", words[0], "dev", interface, *words[1:])
-
-    def _usual_names(self):
-        lines = ["127.0.0.1 localhost", "::1 localhost"]
-        return "\n".join([*lines, *(f"{self.address(host)} {self.name(host)}" for host in self.hosts)]) + "\n"
 
     def _make_keys(self):
         """A key for each host and one for the client, and the client's configuration."""
@@ -301,7 +295,7 @@ class Lab:
         (self.folder / "known_hosts").write_text("".join(known))
         self.ssh_config.write_text("".join(config))
 
-    def _write_sshd_config(self, host, environment, port):
+    def _write_sshd_config(self, host, environment, port, more):
         # What is typed on a host lists its runs with the lab, not with those of the user whose tests these are.
         listed = {"XDG_STATE_HOME": self.folder / "state", **environment}
         variables = " ".join(f'"{name}={value}"' for name, value in listed.items())
@@ -310,7 +304,7 @@ class Lab:
             f"ListenAddress {self.address(host)}\nPort {port}\nHostKey {self.folder}/host{host}\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nStrictModes no\nPermitRootLogin yes\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nUseDNS no\nPrintMotd no\n"
-            f"MaxStartups 200\nMaxSessions 100\nAcceptEnv MANYHANDS_*\nSetEnv {variables}\n"
+            f"MaxStartups 200\nMaxSessions 100\nAcceptEnv MANYHANDS_*\nSetEnv {variables}\n{more}\n"
         )
         return path
 

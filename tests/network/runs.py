@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from manyhands.cluster.agents.early import AGENT
 from tests.e2e import command
 from tests.e2e.command import QUICKLY, done, events, final_weights, metrics, read, stop, wait_until
+from tests.network.lab import SOURCE
 
 SHORT = f"digits mlp --epochs 2 {QUICKLY}"
 ENDLESS = f"digits mlp --epochs 100000 --set train.evaluate_every=1000 {QUICKLY}"
@@ -21,8 +21,14 @@ EXACT = "--set train.precision=fp64 --set train.momentum=0 --set train.nesterov=
 LONG = f"{ENDLESS} {EXACT}"
 # After whatever happens nothing may be left on any machine for longer.
 GONE_S = 30
-# Where each host has a disk of its own, if a test gives it one.
+# Where each host has a disk of its own, if a test gives it one (`own_disk`, fixture `apart`).
 PLACE = Path("/srv/manyhands-apart")
+
+
+def own_disk(lab, host, **others):
+    """Starts a host's sshd anew with an empty disk of its own at the place."""
+    PLACE.mkdir(parents=True, exist_ok=True)
+    lab.start(host, prepare=f"mount -t tmpfs none {PLACE}", **others)
 
 
 def hosts(lab, *slots, where=None):
@@ -41,6 +47,17 @@ def agents(lab, among=()):
                 words = " ".join(process.cmdline())
                 if "manyhands" in words and "sshd" not in words and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(words)
+    return found
+
+
+def workers(lab, among=()):
+    """(host, process) of all that train in any host, or in these."""
+    found = []
+    for host in among or lab.hosts:
+        for pid in lab.processes(host):
+            with contextlib.suppress(psutil.Error):
+                if is_agent((process := psutil.Process(pid)).parent()):
+                    found.append((host, process))
     return found
 
 
@@ -123,5 +140,5 @@ def stopped_as_undisturbed(process, folder="run"):
 
 def typed_on(lab, host, *words, **others):
     """A command of ours that is typed on a host, in a folder that it shares with the head unless another is named."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return lab.exec(host, [lab.python, "-m", "manyhands", *command.words(words)], **{**options, **others})
+    options = {**command.PIPES, "env": command.typed(PYTHONPATH=str(SOURCE)), **others}
+    return lab.exec(host, [lab.python, "-m", "manyhands", *command.words(words)], **options)

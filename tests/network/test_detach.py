@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -24,11 +23,11 @@ from tests.network.runs import (
     assert_same_updates,
     gone,
     hosts,
-    is_agent,
     machines,
     steps,
     trains_on,
     undisturbed,
+    workers,
 )
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -67,22 +66,12 @@ def fetch(lab, host):
     return Path(f"of-n{host}")
 
 
-def workers(lab, host):
-    found = []
-    for pid in lab.processes(host):
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            if is_agent(process.parent()):
-                found.append(pid)
-    return found
-
-
 @pytest.mark.parametrize("mode", ["data", "fsdp", "semi --pin 1=o@dp --pin 3=i@dp"])
 def test_run_whose_first_machine_dies_with_its_disk_resumes_from_the_copy(mode, apart):
     with training("launch", JOB, SAVING, hosts(apart, where=PLACE), "--parallel", mode) as process:
         wait_until(lambda: len(events("run", "saved")) > 1 and saved_on(apart, 2), process)
-        for pid in [*workers(apart, 2), *workers(apart, 3)]:  # so that nobody can save what it has in memory
-            os.kill(pid, signal.SIGKILL)
+        for _, worker in workers(apart, [2, 3]):  # so that nobody can save what it has in memory
+            worker.kill()
         apart.kill(1)
         says = "each checkpoint is saved on both n1 and n2, because they don't share a disk"
         finish(process, code=0, says=says)
@@ -99,7 +88,7 @@ def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
     try:
         wait_until(lambda: saved_on(apart, 2), head)
         apart.kill(1)
-        wait_until(lambda: not workers(apart, 2) + workers(apart, 3), head)
+        wait_until(lambda: not workers(apart, [2, 3]), head)
     finally:
         head.kill()
         head.wait()

@@ -1,13 +1,12 @@
 """Faults planted in a lab of hosts are found and named by the doctor's command, run from the laptop."""
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.command import done, start, wait_until
-from tests.network.lab import Lab
+from tests.network.runs import gone
 
 
 @pytest.fixture
@@ -42,17 +41,11 @@ def of(reported, check):
 
 
 def no_traces(lab):
-    """No process but sshd stays on a host, and no file of the doctor's; both may take a moment to go."""
-    wait_until(lambda: not [words for words in commands(lab) if "sshd" not in words], patience=60)
+    """No process stays on a host, and no file of the doctor's; both may take a moment to go."""
+    gone(lab)
     # Doctors of tests that run at the same time have folders of their own.
     there = set(Path("/tmp").glob("manyhands-doctor-*"))
     wait_until(lambda: not there & set(Path("/tmp").glob("manyhands-doctor-*")), patience=60)
-
-
-def commands(lab):
-    for pid in (pid for host in lab.hosts for pid in lab.processes(host)):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.mark.slow
@@ -74,7 +67,7 @@ def test_a_healthy_lab_and_what_was_tried_in_it(lab, here):
 @pytest.mark.slow
 def test_faults_that_only_slow_down_or_mislead(lab, here, tmp_path):
     lab.add_dummy(1, "wan0", "192.168.55.1/24", default=True)
-    lab.set_names(2, f"127.0.0.1 localhost\n127.0.1.1 n2\n{lab.address(1)} n1\n{lab.address(3)} n3\n")
+    lab.set_names(2, own="127.0.1.1")
     lab.rate(3, "10mbit", ways=("sent",))
     plant(tmp_path / "late", "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n")
     lab.start(2, environment=with_path(lab, tmp_path / "late"))
@@ -105,18 +98,10 @@ def test_closed_ports_and_a_host_that_is_down(lab, here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "check", "names", "says"),
-    [
-        ("dport 1024-65535 reject with tcp reset", "reach", ["n1", "n2", "n3"], "refuses the connection"),
-        ("dport 29500 drop", "port", ["n1"], "n3 can't connect (timeout)"),  # one that the job names
-    ],
-)
-def test_a_firewall(rule, check, names, says, lab, here):
-    lab.nft(1, firewall(f"tcp {rule}"))
-    job = f"digits mlp --set cluster.init=tcp://{lab.address(1)}:29500" if check == "port" else "digits mlp"
-    reported = doctor(lab, job, fails=[(check, names)])
-    assert says in of(reported, check)[0]["what"]
+def test_a_firewall_that_closes_the_port_of_the_job(lab, here):
+    lab.nft(1, firewall("tcp dport 29500 drop"))
+    reported = doctor(lab, f"digits mlp --set cluster.init=tcp://{lab.address(1)}:29500", fails=[("port", ["n1"])])
+    assert "n3 can't connect (timeout)" in of(reported, "port")[0]["what"]
 
 
 def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, here):
@@ -175,14 +160,6 @@ def test_only_the_collective_finds_a_torch_that_is_broken(lab, here, tmp_path):
     reported = doctor(lab, hosts="n1,n2", fails=[("collective", ["n1", "n2"])])
     assert "libcudart.so.12" in of(reported, "collective")[0]["what"]
     no_traces(lab)
-
-
-@pytest.mark.slow
-def test_hosts_without_ipv4(here):
-    with Lab(hosts=2, ipv6_only=True, forks=True) as lab:
-        reported = doctor(lab, hosts="n1,n2")
-        assert reported["addresses"]["n2"] == {"interface": "eth0", "address": lab.address(2)}
-        assert [f["severity"] for f in reported["findings"] if f["check"] == "collective"] == ["ok"]
 
 
 def firewall(rule):

@@ -69,7 +69,7 @@ def test_what_a_run_holds_is_as_much_after_faults_as_before():
 def test_five_launches_that_end_at_random_moments_leave_nothing():
     with place() as (lab, folder):
         # Drawn so that one is killed while it trains, and one stopped.
-        drawn = {"seed": 32, "within_s": 8.0, "training": 0.4}
+        drawn = {"seed": 32, "within_s": 8.0, "trained": 0.4}
         found = launches(lab, folder, count=5, words=job("digits", 1_000_000), **drawn)
     assert found["holds"], found
     assert found["trained"] >= 2, found

@@ -10,14 +10,7 @@ from manyhands.core.choices import load_choice
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.sync.options import METHODS, SyncOptions
-from tests.e2e.command import (
-    Ended,
-    events,
-    free_port,
-    running,
-    typed,
-    wait_until,
-)
+from tests.e2e.command import events, free_port, training, typed, wait_until
 from tests.fork_server import fork_variables
 from tests.network.lab import Lab
 from tests.network.runs import steps as steps_of
@@ -55,7 +48,7 @@ def here(here):
 
 
 @contextlib.contextmanager
-def training(lab, out, *more, job=JOB):
+def together(lab, out, *more, job=JOB):
     """The processes of a run on all hosts, that meets by hand; they are ended with the block if they haven't before."""
     command = ("train", job, *more, "--out", out, f"--init tcp://{lab.address(1)}:{free_port()}")
     with contextlib.ExitStack() as stack:
@@ -63,25 +56,20 @@ def training(lab, out, *more, job=JOB):
         for rank in range(MACHINES):
             words = (*command, "--world-size", MACHINES, "--rank", rank)
             begin = functools.partial(typed_on, lab, 1 + rank, *words, env=typed(**fork_variables()))
-            processes.append(stack.enter_context(running(by=begin)))
+            processes.append(stack.enter_context(training(by=begin)))
         yield processes
 
 
 def train(lab, out, *more):
     """A run to its good end."""
-    with training(lab, out, *more) as processes:
+    with together(lab, out, *more) as processes:
         assert_well(processes)
 
 
-def finish(process):
-    """Longer than other commands are waited for: what it sends is slow."""
-    said = process.communicate(timeout=300)
-    return Ended(process.returncode, *said)
-
-
 def assert_well(processes):
-    ended = [finish(process) for process in processes]
-    assert [one.code for one in ended] == [0] * MACHINES, "\n".join(one.err for one in ended)
+    """Waits for them longer than for other commands: what they send is slow."""
+    reported = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * MACHINES, "\n".join(reported)
 
 
 def sent_data(lab):
@@ -113,16 +101,15 @@ def test_what_is_sent_is_what_was_estimated(codec, slow_lab, here):
 def test_links_that_fail_for_a_while_do_not_end_a_run(sync, slow_lab, here):
     # At last and in between, all replicas are compared.
     often = "--train.epochs 1000 --train.max_steps 600 --train.audit_every 100"
-    with training(slow_lab, "run", often, sync) as processes:
-        wait_until(lambda: events("run", "first-step"), processes[0])
-        wait_until(lambda: _steps_made("run") >= 48, processes[0])
+    with together(slow_lab, "run", often, sync) as processes:
+        wait_until(lambda: _steps_made() >= 48, processes[0])
         slow_lab.down(3)
         # The cable is out for so long.
         time.sleep(8)
         slow_lab.up(3)
         slow_lab.rate(2, "1mbit")
-        slowed = _steps_made("run")
-        wait_until(lambda: _steps_made("run") >= slowed + 48, processes[0])
+        slowed = _steps_made()
+        wait_until(lambda: _steps_made() >= slowed + 48, processes[0])
         slow_lab.rate(2, "10mbit")
         assert_well(processes)
     # Eight seconds of no cable, most of which training stood still.
@@ -134,7 +121,7 @@ def test_the_pace_follows_a_link(slow_lab, here):
     steps = f"--train.epochs 2000 {LOCAL} int4 --checkpoint.every never"
     # A step long enough that exchanges are far from as rare as they may become, on fast machines too.
     job = "synthetic:9600x3x32x32x10 net.py:net --batch 480 --train.evaluate_every 0"
-    with training(slow_lab, "run", steps, job=job) as processes:
+    with together(slow_lab, "run", steps, job=job) as processes:
         wait_until(lambda: events("run", "first-step"), processes[0])
         before = _paces("run")[0]
         for rate, sign in (("1mbit", 1), ("100mbit", -1)):
@@ -150,6 +137,6 @@ def _paces(out):
     return [event["data"]["every"] for event in events(out, "sync")]
 
 
-def _steps_made(folder):
+def _steps_made():
     """As far as it is recorded."""
-    return max(steps_of(folder), default=0)
+    return max(steps_of(), default=0)

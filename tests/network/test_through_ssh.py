@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import assert_equal_weights, done, events, final_weights, finish, training, wait_until
+from tests.e2e.command import assert_equal_weights, done, events, final_weights, finish, read, training, wait_until
 from tests.network.lab import Lab
 from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, undisturbed
 
@@ -56,6 +56,7 @@ def test_launcher_relays_if_requested(rented, here):
     done("launch", SHORT, hosts(rented), "--out refused", code=2, says="--relay")
     done("launch", SHORT, hosts(rented), "--relay --out far", says="through this machine")
     assert_equal_weights(final_weights("far"), undisturbed(SHORT, ALONE))
+    assert [entry["port"] for entry in read("far", "machines.json")] == [PORT] * 3
     nothing_left(rented)
 
 

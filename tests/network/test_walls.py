@@ -1,6 +1,5 @@
 """What a neighbor on the network reaches while a job runs on several hosts, and what it can do there."""
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -8,25 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import done, events, read, stop, training, typed, wait_until
-from tests.network.lab import SOURCE
+from tests.e2e.command import done, events, read, stop, training, wait_until
 from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, steps, trained_on, typed_on
 from tests.network.stranger import FORGED
 
 pytestmark = pytest.mark.timeout(300)
 STRANGER = Path(__file__).with_name("stranger.py")
-
-
-@contextlib.contextmanager
-def typed_there(lab, host, *words):
-    """A command of ours that is typed on a host, and its output in said<host>; ended with the block."""
-    with Path(f"said{host}").open("w") as said:
-        process = typed_on(lab, host, *words, env=typed(PYTHONPATH=str(SOURCE)), stdout=said, stderr=said)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
 
 
 def listening(lab, host):
@@ -40,32 +26,9 @@ def outside(lab, host):
 
 
 @pytest.mark.slow
-def test_the_store_is_on_loopback_and_only_collectives_listen_between_machines(lab, here):
-    with training("launch", ENDLESS, hosts(lab), "--out run") as process:
-        wait_until(begun("run"), process)
-        for host in lab.hosts:
-            places = outside(lab, host)
-            # One for each process: the collectives of the job itself; none on another address.
-            assert all(place.startswith(f"{lab.address(host)}:") for place in places), places
-            assert listening(lab, host) - places, "the store, or the way to it"
-        stop(process)
-    gone(lab)
-    for host in lab.hosts:
-        assert not listening(lab, host)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["AllowTcpForwarding no", "GatewayPorts yes"])
 def test_where_ssh_forwards_nothing_safe_the_store_is_open_and_that_is_said(lab, here, rule):
-    write = lab._write_sshd_config
-
-    def stricter(*words):
-        path = write(*words)
-        path.write_text(path.read_text() + rule + "\n")
-        return path
-
-    lab._write_sshd_config = stricter
-    lab.start(2)
+    lab.start(2, sshd=rule)
     says = (f"so the store listens on {lab.address(1)} port", rule.split()[0])
     done("launch", SHORT, hosts(lab), "--out run", says=says)
     gone(lab)
@@ -99,26 +62,6 @@ def still_trains(here, process):
     assert not list(events("run", "restarted"))
 
 
-def stopped_well(*processes):
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    for process in processes:
-        assert process.wait(60) == 75
-    for said in Path().glob("said*"):
-        assert FORGED not in said.read_text()
-
-
-@pytest.mark.slow
-def test_a_stranger_reaches_nothing_of_a_run_on_one_machine(lab, here):
-    """Nor of `fit` and `session`, whose processes are started alike."""
-    with typed_there(lab, 1, "train", ENDLESS, "-n 2 --out", here / "run") as process:
-        wait_until(begun("run"), process)
-        assert not outside(lab, 1)
-        assert not attacked(lab, here, 1)
-        still_trains(here, process)
-        stopped_well(process)
-
-
 @pytest.mark.slow
 def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processes_train(lab, here):
     """What listens changes while a machine joins, so it is looked for and tried again and again."""
@@ -131,6 +74,8 @@ def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processe
             assert joins.returncode == 0
         trained_on(2, process)
         assert not attacked(lab, here, 1, 2)
+        # One for each process: the collectives of the job itself; none on another address.
+        assert all(place.startswith(f"{lab.address(host)}:") for host in (1, 2) for place in outside(lab, host))
         reported = json.loads(done("doctor --hosts n1,n2 --exposure --json", ssh).out)
         for host, ports in reported["open"].items():
             named = {f"{port['address']}:{port['port']}" for port in ports}
@@ -140,6 +85,8 @@ def test_a_stranger_comes_in_nowhere_while_a_machine_joins_and_launched_processe
         still_trains(here, process)
         ended = stop(process, signal.SIGINT)
         assert FORGED not in ended.err + ended.out
+    gone(lab)
+    assert not [place for host in lab.hosts for place in listening(lab, host)]
 
 
 @pytest.mark.slow
@@ -147,15 +94,16 @@ def test_a_stranger_at_the_meeting_by_hand_is_put_out_before_it_can_forge_a_fail
     init = f"{lab.address(1)}:29555"
     words = ("train", ENDLESS, f"--init tcp://{init} --world-size 2 --out", here / "run", "--rank")
     early = lab.exec(3, [lab.python, STRANGER, here, "--wait", init], stdout=subprocess.PIPE, text=True)
-    with typed_there(lab, 1, *words, 0) as first:
-        wait_until((here / "inside").exists, first)
-        with typed_there(lab, 2, *words, 1) as second:
-            wait_until(begun("run"), first)
-            inside = f"{lab.address(3)}:"
-            wait_until(lambda: inside not in lab.run(1, ["ss", "-Htn", "state", "established"]), first)
-            (here / "go").touch()
-            said = json.loads(early.communicate(timeout=60)[0])
-            assert said["wrote"] is False, said
-            assert not attacked(lab, here, 1, 2)
-            still_trains(here, first)
-            stopped_well(first, second)
+    first = typed_on(lab, 1, *words, 0)
+    wait_until((here / "inside").exists, first)
+    second = typed_on(lab, 2, *words, 1)
+    wait_until(begun("run"), first)
+    inside = f"{lab.address(3)}:"
+    wait_until(lambda: inside not in lab.run(1, ["ss", "-Htn", "state", "established"]), first)
+    (here / "go").touch()
+    said = json.loads(early.communicate(timeout=60)[0])
+    assert said["wrote"] is False, said
+    assert not attacked(lab, here, 1, 2)
+    still_trains(here, first)
+    for ended in [stop(process, signal.SIGINT) for process in (first, second)]:
+        assert FORGED not in ended.err + ended.out
