@@ -21,49 +21,30 @@ class Editor:
     """As much of the debug adapter protocol as VS Code needs to attach and to hold a program at a line."""
 
     def __init__(self, port):
-        self._connection = socket.create_connection(("127.0.0.1", port), timeout=120)
-        self._stream = self._connection.makefile("rwb")
-        self._sent = 0
-        self._waiting = []
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+            self.stream = connection.makefile("rwb")  # keeps the connection open
+        self._sent, self._waiting = 0, []
 
     def ask(self, command, **arguments):
         """Sends a request; returns what its answer is recognized by."""
         self._sent += 1
         body = json.dumps({"seq": self._sent, "type": "request", "command": command, "arguments": arguments}).encode()
-        self._stream.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-        self._stream.flush()
+        self.stream.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        self.stream.flush()
         return {"request_seq": self._sent}
 
     def hear(self, **wanted):
         """Waits for the first message that has these values; others are kept for later."""
-        for message in self._messages():
-            if wanted.items() <= {name: message.get(name) for name in wanted}.items():
-                self._waiting.remove(message)
-                assert message.get("success", True), message
-                return message.get("body", {})
-        raise AssertionError("the debugger has gone")
+        while not (found := [one for one in self._waiting if wanted.items() <= one.items()]):
+            length = int(re.fullmatch(rb"Content-Length: (\d+)\s*", self.stream.readline())[1])
+            self.stream.readline()
+            self._waiting.append(json.loads(self.stream.read(length)))
+        self._waiting.remove(found[0])
+        assert found[0].get("success", True), found[0]
+        return found[0].get("body", {})
 
     def answer(self, command, **arguments):
         return self.hear(**self.ask(command, **arguments))
-
-    def close(self):
-        self._stream.close()
-        self._connection.close()
-
-    def _messages(self):
-        """Those that came before, then each that comes."""
-        yield from [*self._waiting]
-        while header := self._stream.readline():
-            length = int(re.fullmatch(rb"Content-Length: (\d+)\s*", header)[1])
-            self._stream.readline()
-            self._waiting.append(json.loads(self._stream.read(length)))
-            yield self._waiting[-1]
-
-
-def is_open(port):
-    """Whether somebody listens; without a call, since the debugger takes the first caller for the editor."""
-    found = psutil.net_connections("tcp")
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
 
 
 NET = """from torch import nn
@@ -88,7 +69,9 @@ def debugged(line, file, at, holds_s):
     pytest.importorskip("debugpy", reason="would have held rank 1 with debugpy, which is not installed")
     port = free_port()
     with training("train", line, f"--out run -n 2 --debug-rank 1 --cluster.debug-port {port}", by=start) as process:
-        wait_until(lambda: is_open(port), process)
+        # Without a call, since the debugger takes the first caller for the editor.
+        opened = lambda: any((one.status, one.laddr.port) == ("LISTEN", port) for one in psutil.net_connections("tcp"))  # noqa: E731
+        wait_until(opened, process)
         editor = Editor(port)
         editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
         attached = editor.ask("attach", justMyCode=False)
@@ -103,7 +86,7 @@ def debugged(line, file, at, holds_s):
         time.sleep(holds_s)
         assert process.poll() is None
         editor.answer("disconnect", terminateDebuggee=False)
-        editor.close()
+        editor.stream.close()
         ended = finish(process, code=0)
     entry = json.loads(ended.err[ended.err.index("{") : ended.err.index("\n}") + 2])
     assert (entry["request"], entry["connect"]) == ("attach", {"host": "127.0.0.1", "port": port})

@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands
-from manyhands.report import summary
-from manyhands.report.read import read_run
 from tests.e2e import command
 from tests.e2e.command import NETS, QUICKLY, done, events, finish, read, start, stop, training, wait_until
 
@@ -150,7 +148,7 @@ def test_all_ranks_of_a_session_report_the_first_cause(kept):
     if kept:
         failures = [read(f"run/ranks/failures/{rank}.json") for rank in range(processes)]
         assert [one["consequence"] for one in failures] == [True] * (processes - 1) + [False]
-        assert summary.status(read_run(Path("run"))) == "failed"
+        assert json.loads(why("--json"))["state"] == "failed"
 
 
 def test_start_that_fails_before_any_process_is_reported(here):

@@ -37,12 +37,6 @@ MANYHANDS = [sys.executable, "-m", "manyhands"]
 JOB = ["train", "digits", "mlp", "--epochs", "1", "--out", "run", "--device", "cpu", *QUICK]
 
 
-def run_to_end(command, **variables):
-    """Runs a launcher as a user would."""
-    variables = environment(**variables)
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
-
-
 def assert_one_run_of_two(ended, folder):
     """Two processes, one result, and one process that spoke."""
     assert ended.returncode == 0, ended.stderr + ended.stdout
@@ -65,7 +59,11 @@ def test_two_processes_of_a_launcher_are_one_run(launcher, here):
     variables = typed(HF_HOME=str(here))
     if not shutil.which(launcher, path=variables["PATH"]):
         pytest.skip(f"{launcher} is not installed (Debian: openmpi-bin; pip install accelerate)")
-    assert_one_run_of_two(run_to_end([*LAUNCHERS[launcher], *JOB], **variables), here)
+    command = [*LAUNCHERS[launcher], *JOB]
+    ended = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert_one_run_of_two(ended, here)
 
 
 @pytest.mark.slow
