@@ -128,8 +128,9 @@ def test_silent_machine_is_named_on_a_stop_and_its_connection_ends_with_the_seco
     heard, link = [], spoken_by(tmp_path, "n2", "exec sleep 300")
     head = _LauncherState([link], WatchHooks(on_warning=heard.append))
     head.forward_stops(1)
-    for silent_s, reports in ((AWAITED_S / 2, 0), (AWAITED_S + 1, 1)):
-        link.last_received = head._asked_at = time.monotonic() - silent_s
+    late_s = AWAITED_S + 1
+    for asked_s, silent_s, reports in ((0, late_s, 0), (late_s, 0, 0), (late_s, late_s, 1)):
+        head._asked_at, link.last_received = time.monotonic() - asked_s, time.monotonic() - silent_s
         head.check_links()
         assert heard == ["waiting for n2 (no response); press Ctrl-C again to stop at once"] * reports
     head.forward_stops(2)

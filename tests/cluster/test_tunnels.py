@@ -31,14 +31,6 @@ def ends():
         yield tunnels.ends
 
 
-def sent_in(ends, port, sent):
-    """What comes back on a connection from another machine that names a port."""
-    with socket.socket(socket.AF_UNIX) as tunnel:
-        tunnel.settimeout(60)
-        tunnel.connect(ends.in_socket)
-        return exchange(tunnel, port.to_bytes(2) + sent)
-
-
 def echo_backwards(listener):
     """Takes one connection, and answers what it has read to the end; in a thread that no failure waits for."""
 
@@ -82,7 +74,10 @@ def test_more_connections_than_files_may_be_open_close_the_door_only_for_a_while
     resource.prlimit(board.pid, resource.RLIMIT_NOFILE, usual)
     with socket.create_server((ONE, 0)) as listener:
         echo_backwards(listener)
-        assert sent_in(ends, listener.getsockname()[1], sent) == sent[::-1]
+        with socket.socket(socket.AF_UNIX) as tunnel:
+            tunnel.settimeout(60)
+            tunnel.connect(ends.in_socket)
+            assert exchange(tunnel, listener.getsockname()[1].to_bytes(2) + sent) == sent[::-1]
 
 
 def test_what_goes_to_another_machines_address_enters_its_tunnel_behind_the_port(ends):
