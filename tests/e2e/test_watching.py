@@ -165,12 +165,6 @@ def _lies_in(one, span, slack_us=1000):
     return span["ts"] - slack_us <= middle <= span["ts"] + span["dur"] + slack_us
 
 
-def pets():
-    """Five pictures of two classes."""
-    make(Path("pets"), ("cat",), 2)
-    make(Path("pets"), ("dog",), 3)
-
-
 class Slow(nn.Module):
     """Takes so many seconds at each call, and more at the first."""
 
@@ -264,7 +258,8 @@ def dry_run(*given, code=0):
 def test_a_dry_run_says_what_would_be_trained_on_and_where_it_would_be_kept():
     help_page = re.sub(r"[│\s]+", " ", done("train --help", by=inside).out)
     assert "does not check pictures, memory, your own code or other machines" in help_page
-    pets()
+    for name, count in (("cat", 2), ("dog", 3)):
+        make(Path("pets"), (name,), count)
     folder = f"runs/{datetime.now():%Y-%m-%d}-pets-mlp"
     shown = dry_run("pets mlp --device cpu").out
     assert "with 4 training and 1 evaluation pictures, 2 classes: cat, dog\nas 1 process on this machine\n" in shown

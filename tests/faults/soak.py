@@ -25,7 +25,7 @@ from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
 from tests.e2e.command import QUICKLY, events, final_weights, metrics, start, training, wait_until
 from tests.faults.soak_saves import arguments, report
 from tests.network.lab import Lab
-from tests.network.runs import EXACT, begun, gone, hosts, workers
+from tests.network.runs import EXACT, begun, gone, hosts, listening, workers
 from tests.network.runs import steps as steps_of
 
 # By rounding in double precision, without momentum.
@@ -140,11 +140,6 @@ def holdings(lab, head):
             found["threads"] += one.num_threads()
     found["ports"] = sum(len(listening(lab, host)) for host in lab.hosts)
     return {**found, "processes": len(processes), "files": len(leftovers(lab))}
-
-
-def listening(lab, host):
-    """Ports of a host, but for sshd's."""
-    return [line for line in lab.run(host, ["ss", "-ltnH"]).splitlines() if ":22 " not in line]
 
 
 def leftovers(lab):

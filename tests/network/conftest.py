@@ -3,6 +3,7 @@
 import pytest
 
 from tests.data.conftest import real_data as real_data
+from tests.e2e.conftest import here as here
 from tests.network.lab import Lab, why_not
 from tests.network.runs import own_disk
 
@@ -28,13 +29,6 @@ def lab(forks):
     """Three hosts of the test's own, with links as fast as they go."""
     with Lab(hosts=3, forks=forks) as made:
         yield made
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """The launcher's folder, which the hosts see too."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def lets_in(address, port, folder):
         except OSError:
             break
     if held:
-        within(speaks_store, address, port, folder)
+        within(lambda: spoil(connected(address, port), folder))
         within(joins_by_torchrun, address, port)
     time.sleep(1)
     for line in held:
@@ -54,11 +54,6 @@ def within(work, *arguments):
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     thread.join(2 * PATIENCE_S)
-
-
-def speaks_store(address, port, folder):
-    with contextlib.suppress(Exception):
-        spoil(connected(address, port), folder)
 
 
 def connected(address, port):

@@ -15,7 +15,7 @@ import pytest
 from manyhands.checkpoint.folders import newest_checkpoint
 from manyhands.checkpoint.read import load_checkpoint
 from manyhands.core.timeouts import SILENT_S
-from tests.e2e.command import QUICKLY, done, events, finish, training, wait_until, words
+from tests.e2e.command import PIPES, QUICKLY, done, events, finish, training, wait_until, words
 from tests.network.runs import (
     EXACT,
     LONG,
@@ -43,14 +43,11 @@ def typed(lab, host, *given):
 
 def on(lab, host, *given):
     """What such a command says, which ends well."""
-    ended = subprocess.run(typed(lab, host, *given), capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended
+    return finish(subprocess.Popen(typed(lab, host, *given), **PIPES), code=0)
 
 
 def shell(lab, host, line):
-    ended = subprocess.run([*shlex.split(lab.ssh), lab.name(host), line], capture_output=True, text=True, timeout=60)
-    return ended.stdout
+    return finish(subprocess.Popen([*shlex.split(lab.ssh), lab.name(host), line], **PIPES)).out
 
 
 def saved_on(lab, host):
@@ -98,8 +95,8 @@ def test_who_lost_the_head_and_the_first_machine_resumes_from_the_second(apart):
     step = json.loads((newest_checkpoint(before / "checkpoints")[0] / "state.json").read_text())["step"]
     assert load_checkpoint(newest_checkpoint(before / "checkpoints")[0]).state["step"] == step
     again = on(apart, 2, "resume run")
-    assert "n1" in again.stderr
-    assert "continuing without this machine" in again.stderr
+    assert "n1" in again.err
+    assert "continuing without this machine" in again.err
     before.rename("before")
     after = fetch(apart, 2)
     assert events(after, "resumed")[-1]["step"] == step
@@ -147,8 +144,8 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):
             process.send_signal(signal.SIGSTOP)
         first_trains_on(apart)
         wait_until(lambda: shell(apart, 2, f"ls {PLACE}/run/job.toml"))
-        assert "is active" in on(apart, 2, "why run").stdout
-        assert json.loads(on(apart, 2, "resume run --json").stdout)["status"] == "running"
+        assert "is active" in on(apart, 2, "why run").out
+        assert json.loads(on(apart, 2, "resume run --json").out)["status"] == "running"
         for process in theirs:
             with contextlib.suppress(psutil.NoSuchProcess):  # it goes with the head
                 process.send_signal(signal.SIGCONT)

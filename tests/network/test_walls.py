@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import done, events, read, stop, training, wait_until
-from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, steps, trained_on, typed_on
+from tests.network.runs import ENDLESS, SHORT, begun, gone, hosts, listening, steps, trained_on, typed_on
 from tests.network.stranger import FORGED
 
 pytestmark = pytest.mark.timeout(300)
 STRANGER = Path(__file__).with_name("stranger.py")
-
-
-def listening(lab, host):
-    """Addresses and ports on which anything in a host listens, sshd left out."""
-    rows = [line.split() for line in lab.run(host, ["ss", "-Htlnp"]).splitlines()]
-    return {row[3] for row in rows if not row[3].endswith(":22")}
 
 
 def outside(lab, host):
