@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.data.conftest import real_data as real_data
 from tests.e2e.conftest import here as here
 from tests.network.lab import Lab, why_not
 from tests.network.runs import own_disk
