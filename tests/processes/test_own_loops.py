@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import math
 
 import pytest
@@ -104,13 +105,10 @@ def _left_early(world):
             assert len(batches) == 4
             for epoch in here.epochs(3) if counted else range(3):
                 epochs.append(epoch)
-                for number, (x, y) in enumerate(batches):
+                for x, y in itertools.islice(batches, 2):
                     here.backward(F.cross_entropy(model(x), y))
                     optimizer.step()
-                    if not number:
-                        seen.append(here.all_reduce(x.sum()).item())
-                    if number == 1:
-                        break
+                seen.append(here.all_reduce(x.sum()).item())
         found.append((epochs, seen))
     return found
 
@@ -132,24 +130,17 @@ def _copied(world, folder):
     return len(net._forward_hooks)
 
 
-def _freeze(parts):
-    parts[2].requires_grad_(False)
-
-
-def _widen(parts):
-    parts[1:3] = nn.Linear(36, 6), nn.Linear(6, 5)
-
-
+WIDER = nn.Linear(36, 6), nn.Linear(6, 5)
 OTHERS = {
-    _freeze: "2.weight [5, 5] frozen instead of 2.weight [5, 5]",
-    _widen: "1.weight [6, 36] instead of 1.weight [5, 36]",
-    list.pop: "nothing instead of 3.weight [3, 5]",
+    "2.weight [5, 5] frozen instead of 2.weight [5, 5]": lambda parts: parts[2].requires_grad_(False),
+    "1.weight [6, 36] instead of 1.weight [5, 36]": lambda parts: parts.__setitem__(slice(1, 3), WIDER),
+    "nothing instead of 3.weight [3, 5]": list.pop,
 }
 
 
 def _other_networks(world):
     found = []
-    for change in () if world.alone else OTHERS:
+    for change in () if world.alone else OTHERS.values():
         parts = [nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 5), nn.Linear(5, 3)]
         if world.rank == 1:
             change(parts)
@@ -205,7 +196,7 @@ def test_a_network_in_a_session_can_be_copied_and_keeps_nothing_of_it(found):
 
 
 def test_a_process_that_trains_another_network_is_named_in_place_of_mixing_gradients_up(found):
-    wanted = [f"rank 1's network differs from rank 0's: {other}" for other in OTHERS.values()]
+    wanted = [f"rank 1's network differs from rank 0's: {other}" for other in OTHERS]
     assert found[2][3] == (wanted, wanted)
 
 

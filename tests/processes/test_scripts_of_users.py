@@ -3,10 +3,9 @@
 import contextlib
 import difflib
 import io
-import os
+import itertools
 import runpy
 import signal
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,10 +53,11 @@ def _parts(name):
     return head.replace("import manyhands\n", "") + plain, head + moved
 
 
-def _printed(path):
+def _printed(path, folder):
     """What a script prints, as lines of words, and how it ends."""
     code, out = 0, io.StringIO()
-    with contextlib.redirect_stdout(out):
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.redirect_stdout(out), contextlib.chdir(folder):
         try:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as end:
@@ -65,57 +65,37 @@ def _printed(path):
     return [line.split() for line in out.getvalue().splitlines()], code
 
 
-@contextlib.contextmanager
-def _stopped_at(step):
-    """A scheduler's wish to stop comes in the midst of an update."""
-    made = []
-
-    def hook(*_):
-        made.append(1)
-        if len(made) == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    handle = register_optimizer_step_post_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _stop_in_sixth(made):
+    """A hook that has a scheduler's request to stop come in the midst of an update."""
+    return lambda *_: next(made) == 6 and signal.raise_signal(signal.SIGTERM)
 
 
 def _run_all(world, names, where):
     """Of each script: what it prints undisturbed, and what it prints when it is stopped and started again."""
     found = {}
-    # So that a wish is heard after the update; and a report's pictures take a second and a half each time.
-    variables = {"MANYHANDS_RUN__LOG_EVERY_S": "0.0001", "MANYHANDS_RUN__REPORT": "false"}
-    os.environ.update(variables)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        # So that a request is noticed after the update; and a report's pictures take a second and a half each time.
+        patch.setenv("MANYHANDS_RUN__LOG_EVERY_S", "0.0001")
+        patch.setenv("MANYHANDS_RUN__REPORT", "false")
         for name in names:
-            path = Path(where, f"{name}.py")
-            for place in ("whole", "broken"):
-                Path(where, name, place).mkdir(parents=True, exist_ok=True)
-            with contextlib.chdir(Path(where, name, "whole")):
-                whole = _printed(path)
-            with contextlib.chdir(Path(where, name, "broken")):
-                with _stopped_at(6):
-                    stopped = _printed(path)
-                found[name] = whole, stopped, _printed(path)
-    finally:
-        for name in variables:
-            del os.environ[name]
+            path, broken = where / f"{name}.py", where / name / "broken"
+            whole = _printed(path, where / name / "whole")
+            with register_optimizer_step_post_hook(_stop_in_sixth(itertools.count(1))):
+                stopped = _printed(path, broken)
+            found[name] = whole, stopped, _printed(path, broken)
     return found
 
 
-def _on_ranks(size, names):
-    with tempfile.TemporaryDirectory() as where:
-        for name in names:
-            Path(where, f"{name}.py").write_text(_parts(name)[1])
-        return run_on_ranks(_run_all, size, names, where)
-
-
 @pytest.fixture(scope="module")
-def at_sizes():
+def at_sizes(tmp_path_factory):
     """Each script on two processes and on three, and one on one."""
-    return {size: _on_ranks(size, NAMES[:1] if size == 1 else NAMES) for size in (1, 2, 3)}
+    found = {}
+    for size, names in {1: NAMES[:1], 2: NAMES, 3: NAMES}.items():
+        where = tmp_path_factory.mktemp("scripts")
+        for name in names:
+            (where / f"{name}.py").write_text(_parts(name)[1])
+        found[size] = run_on_ranks(_run_all, size, names, where)
+    return found
 
 
 def _results(name, at_sizes):
@@ -139,10 +119,9 @@ def test_few_lines_differ(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_the_plain_script_s_on_any_number_of_processes(name, at_sizes, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.utils.data, "DataLoader", InOurOrder)
-    Path("plain.py").write_text(_parts(name)[0])
-    plain, _ = _printed("plain.py")
+    (tmp_path / "plain.py").write_text(_parts(name)[0])
+    plain, _ = _printed(tmp_path / "plain.py", tmp_path)
     assert len(plain) >= 3
     for ((lines, code), _, _), *others in _results(name, at_sizes):
         assert code == 0
