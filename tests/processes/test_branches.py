@@ -1,5 +1,7 @@
 """Networks of which some updates use a part only, and optimizers that start, skip and change."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from manyhands.config.job import TrainOptions
 from manyhands.core.world import World
 from manyhands.train.loop import fit
 from manyhands.train.optimize import make_optimizer
-from tests.processes.ranks import run_on_ranks
+from tests.processes.ranks import put_on_machines, run_on_ranks
 from tests.processes.updates import EXACT, assert_alike, built, captured, train, trained
 
 
@@ -36,17 +38,22 @@ class Branches(nn.Module):
 FEW = {"data.name": "synthetic:48x1x8x8x5", "data.augment": "none", "train.batch": 6}
 
 
-def _train(world, mode, optimizer):
+def _train(world, mode, optimizer, machines=()):
+    if machines:
+        put_on_machines(machines, world)
     flags = {**FEW, **EXACT, "train.epochs": 1, "train.optimizer": optimizer, "parallel.mode": mode}
     with built(world, model := Branches(left_out=(1, 3)), flags) as trainer:
         fit(trainer)
         return captured(trainer).model, model.taken
 
 
-@pytest.mark.parametrize(("mode", "optimizer"), [("data", "sgd"), ("fsdp", "adamw")])
-def test_branches_that_some_processes_or_updates_leave_out_train_as_on_one_process(mode, optimizer):
+@pytest.mark.parametrize(
+    ("size", "mode", "optimizer", "machines"),
+    [(2, "data", "sgd", ()), (2, "fsdp", "adamw", ()), (3, "data", "sgd", ()), (3, "data", "sgd", ((0, 1), (2,)))],
+)
+def test_branches_that_some_processes_or_updates_leave_out_train_as_on_one_process(size, mode, optimizer, machines):
     alone, _ = _train(World(), mode, optimizer)
-    answers = run_on_ranks(_train, 2, mode, optimizer)
+    answers = run_on_ranks(_train, size, mode, optimizer, machines)
     assert answers[0][1] != answers[1][1]  # they took the branch in different updates
     assert answers[0][0].keys() == alone.keys()
     for found, _ in answers:
@@ -99,12 +106,12 @@ def test_what_was_frozen_trains_once_it_is_no_longer_and_another_optimizer_start
 class Masked(nn.Module):
     """Has an attention's mask among its buffers, as many transformers do, and a buffer that is lost if asked to."""
 
-    def __init__(self):
+    def __init__(self, *, lose=False):
         super().__init__()
         self.head = nn.Linear(8, 5)
         self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
         self.register_buffer("seen", torch.zeros(1))
-        self.lose = False
+        self.lose = lose
 
     def forward(self, images):
         if self.lose and self.training:
@@ -113,17 +120,12 @@ class Masked(nn.Module):
         return self.head((rows @ rows.transpose(1, 2) + self.mask).softmax(2).mean(1))
 
 
-class Losing(Masked):
-    def __init__(self):
-        super().__init__()
-        self.lose = True
-
-
 def test_masks_of_infinities_are_saved_and_what_was_lost_on_the_way_is_not(tmp_path):
     """Also by processes that train apart."""
     assert train(World(), 0, Masked, {**FEW, "train.max_steps": 2}, tmp_path / "run").first == 0
     assert train(World(), 0, Masked, {**FEW, "train.max_steps": 4}, tmp_path / "run").first == 2
-    lost = train(World(), 0, Losing, {**FEW, "train.max_steps": 2}, tmp_path / "lost", ends=True)
+    losing, few = functools.partial(Masked, lose=True), {**FEW, "train.max_steps": 2}
+    lost = train(World(), 0, losing, few, tmp_path / "lost", ends=True)
     assert "buffer seen is not finite, although every loss was finite" in lost.ended
     local = {"sync.method": "local", "sync.every": 2, "sync.codec": "int8"}
     for found, _ in trained(2, [(0, Masked, {**FEW, **local, "train.max_steps": 4}, tmp_path / "apart")]):

@@ -1,14 +1,21 @@
-"""The law of the house: N processes make the same updates as one, also on several machines and under any plan."""
+"""The law of the house: N processes make the same updates as one, also on several machines and under any plan.
 
+So does a compiled network, of which only the passes of a whole update are compiled.
+"""
+
+import copy
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from tests.processes.updates import EXACT, assert_alike, built, normed, plain, train, trained
+from tests.processes.updates import EXACT, assert_alike, built, lines, make_updates, normed, plain, train, trained
 
 GROUPS = {**EXACT, "train.norm_group": 4}
 IN_PARTS, WHOLE_GROUPS = {"train.micro_batch": 4}, {"train.norm_group": 16}
@@ -91,6 +98,7 @@ CASES = {
         Case(uneven(3, 17, 5, 4) | IN_PARTS),
         Case(machines=MACHINES),
         Case(IN_PARTS, machines=MACHINES),
+        Case(machines=((0, 2), (1, 3))),
         split(*TWO_AXES, mesh="dp=2,tp=2", train__micro_batch=8),
         split(*TWO_AXES, mesh="dp=2,tp=2", parallel__full_batch=True),
         split(*CROSSED, mesh="dp=2,tp=2", train__micro_batch=8),
@@ -134,3 +142,42 @@ def test_a_pin_under_a_mode_that_splits_nothing_is_refused(mode, why):
     flags = {"data.name": "synthetic:103x1x8x8x5", "parallel.mode": "data", "parallel.pin": ("*=n@dp",)}
     with pytest.raises(UserError, match=why), built(World(), normed(), flags, mode=mode):
         pass
+
+
+COMPILED = {"train.batch": 14, "train.precision": "fp32", "train.channels_last": False, "train.compile": True}
+
+
+def _noted(folder):
+    return [one["message"] for one in lines(folder / "events.jsonl")]
+
+
+@pytest.mark.slow
+def test_compiled_updates_are_those_of_the_network_and_only_usual_passes_are_compiled(tmp_path, monkeypatch):
+    """Of five updates the last one is smaller."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # Set and taken away again by what is tested.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    counters, graphs, weights = torch._dynamo.utils.counters["stats"], [], []
+    for compiled in (False, True):
+        flags = {"data.name": "synthetic:60x1x8x8x5", "train.epochs": 1, **COMPILED, "train.compile": compiled}
+        before = counters["unique_graphs"]
+        with built(World(), net := normed(), flags, tmp_path / str(compiled), as_worker=True) as trainer:
+            make_updates(trainer, 5)
+            trainer.evaluate()
+        copy.deepcopy(net)(torch.zeros(3, 1, 8, 8))
+        graphs.append(counters["unique_graphs"] - before)
+        weights.append(net.state_dict())
+    assert_alike(weights[1], weights[0], 1e-4, least=0.1)
+    assert graphs == [0, 1]
+    said = [note.partition(" the network")[0] for note in _noted(tmp_path / "True") if "the network" in note]
+    assert said == ["compiling", "compiled"]
+    folder = Path(os.environ["MANYHANDS_CACHE"]) / "compiled"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert any(folder.iterdir())
+
+
+def test_passes_with_shared_batch_norm_groups_are_not_compiled(tmp_path):
+    trained(2, [(1, normed, {**COMPILED, "train.batch": 12}, tmp_path, (), True)])
+    assert len([note for note in _noted(tmp_path) if "torch.compile is skipped" in note]) == 1

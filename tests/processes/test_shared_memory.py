@@ -1,6 +1,5 @@
 """Sums through memory, on one machine and on several: right to the bit, and a lost peer is noticed."""
 
-import contextlib
 import copy
 import functools
 import multiprocessing
@@ -20,11 +19,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from manyhands.core.world import World
-from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import SharedMemoryNetwork, TwoLevelNetwork
-from manyhands.parallel.network import ModeRequest, NetworkTraits, ParallelNetwork
-from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.shared_memory import (
     ON_SEVERAL,
     SLOT_BYTES,
@@ -35,12 +32,13 @@ from manyhands.parallel.replicas.shared_memory import (
 from manyhands.train.status import count_collectives
 from manyhands.worker.failure import is_peer_loss
 from tests.processes.ranks import put_on_machines, run_on_ranks
+from tests.processes.updates import EXACT, SMALL, assert_alike, built, captured, make_updates, normed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
 SLOW = pytest.mark.slow
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 ONE_OF_2, ONE_OF_3, ALL_APART = [[0, 1]], [[0, 1, 2]], [[0], [1], [2]]
-TWO_AND_TWO, TWO_AND_ONE, DEALT_IN_TURNS = [[0, 1], [2, 3]], [[0, 1], [2]], [[0, 2], [1, 3]]
+TWO_AND_TWO, TWO_AND_ONE = [[0, 1], [2, 3]], [[0, 1], [2]]
 
 
 def _size(machines):
@@ -146,56 +144,28 @@ def _some_elsewhere(world):
     return found[0], found[1] if isinstance(found[1], str) else ""
 
 
-def _normed():
-    """Parameters in two types and in channels-last, a frozen one, and one that a process alone uses."""
-    torch.manual_seed(1)
-    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(20, 7)]
-    network = nn.Sequential(*layers).double()
-    network[0].to(memory_format=torch.channels_last)
-    network.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    network.spare = nn.Parameter(torch.ones(4))
-    group_batch_norms(network)
+def _network():
+    """With a frozen parameter, and another memory format than a job asks for."""
+    network = normed()
+    network[0].bias.requires_grad_(False)
+    network[4].to(memory_format=torch.channels_last)
     return network
 
 
-def _two_updates(network, size, rank, count=12):
-    """Gradients of two updates of two micro-batches, whose `count` samples each are one group of BatchNorm; buffers."""
-    found = []
-    for update in range(2):
-        network.model.zero_grad()
-        for part in range(2):
-            mine = BatchSharing(size, 0, count).micro_batches(count)[0][rank]
-            network.norms.begin_micro_batch(mine.spans, mine.shared_groups, mine.count, 2 * count)
-            pictures = _values(2 * update + part, 0, count * 48, torch.float64).view(count, 3, 4, 4)
-            with network.traits.no_sync() if part == 0 else contextlib.nullcontext():
-                # One process alone uses `spare`.
-                spare = network.model.spare.sum() if rank == size - 1 else 0
-                loss = network.call(pictures[mine.start : mine.stop]).square().sum() + spare
-                if part and network.traits.connect_loss:
-                    loss = network.traits.connect_loss(loss)
-                (loss * network.traits.gradient_scale).backward()
-        network.finish_gradients()
-        network.finish_update()
-        assert network.model[0].weight.grad.stride() == network.model[0].weight.stride()
-        trained = {name: one for name, one in network.model.named_parameters() if one.requires_grad}
-        found.append({name: one.grad.clone() for name, one in trained.items()})
-    return found, dict(network.model.named_buffers())
-
-
-def _updated(world, machines, slot_bytes=SLOT_BYTES):
-    """What two updates give, and how many collectives they took: all of them, and those that memory can't do."""
-    put_on_machines(machines, world)
-    if slot_bytes == SLOT_BYTES:
-        network = data.apply(_normed(), world, ModeRequest())
-    else:
-        network = SharedMemoryNetwork(_normed(), world, NetworkTraits(), _opened(world, slot_bytes=slot_bytes))
-    assert isinstance(network, SharedMemoryNetwork if len(machines) == 1 else TwoLevelNetwork)
-    before, through_memory = count_collectives(), SharedSums.begun
-    found = _two_updates(network, world.size, world.rank)
-    begun, through_memory = count_collectives() - before, SharedSums.begun - through_memory
-    assert copy.deepcopy(network.model)[1].groups.layers
-    network.close()
-    return found, begun, begun - through_memory
+def _updated(world, machines=(), slot_bytes=SLOT_BYTES):
+    """Weights after some updates, and how many collectives these took: all of them, and those that memory can't do."""
+    if machines:
+        put_on_machines(machines, world)
+    share_memory.__defaults__ = None, slot_bytes
+    flags = {**SMALL, **EXACT, "train.norm_group": 8, "train.micro_batch": 0 if world.alone else 4}
+    with built(world, _network(), flags) as trainer:
+        kind = SharedMemoryNetwork if len(machines) == 1 else TwoLevelNetwork
+        assert isinstance(trainer.network, kind) or world.alone
+        before, through_memory = count_collectives(), SharedSums.begun
+        make_updates(trainer, 3)
+        begun, through_memory = count_collectives() - before, SharedSums.begun - through_memory
+        assert copy.deepcopy(trainer.network.model)[1].groups.layers
+        return captured(trainer).model, begun, begun - through_memory
 
 
 REASONS = [
@@ -257,27 +227,16 @@ def test_processes_of_several_machines_do_without(found):
     assert found[4][1] == ((why, ""), (why, ""), (why, why), (why, why))
 
 
-def _assert_updated(machines, several):
-    """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
-    gradients, buffers = _two_updates(ParallelNetwork(_normed()), 1, 0)
-    for (own, own_buffers), begun, by_gloo in several:
-        torch.testing.assert_close(own, gradients, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close((own, own_buffers), several[0][0], rtol=0, atol=0)
-        # The hung rank is found from the number of collectives that each process has started.
-        assert begun == several[0][1] > 0
-        assert len(machines) > 1 or by_gloo == 0, "BatchNorm's sums go through memory too"
-
-
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_are_those_of_one_process_beside_batch_norms_sums(size, found):
-    for number, (machines, *_) in enumerate(MACHINES[size]):
-        _assert_updated(machines, [answers[number] for answers in found[size][1]])
-
-
-@pytest.mark.slow
-def test_gradients_of_processes_that_are_dealt_in_turns_are_those_of_one():
-    _assert_updated(DEALT_IN_TURNS, run_on_ranks(_updated, 4, DEALT_IN_TURNS))
+def test_updates_are_those_of_one_process_beside_batch_norms_sums(size, found):
+    alone, *_ = _updated(World())
+    for (machines, *_), several in zip(MACHINES[size], zip(*found[size][1], strict=True), strict=True):
+        for weights, begun, by_gloo in several:
+            assert_alike(weights, alone, 1e-9)
+            assert_alike(weights, several[0][0])
+            # The hung rank is found from the number of collectives that each process has started.
+            assert begun == several[0][1] > 0
+            assert len(machines) > 1 or by_gloo == 0, "BatchNorm's sums go through memory too"
 
 
 def test_other_gradients_are_averaged_by_the_backend_which_says_why(found):
