@@ -31,7 +31,7 @@ from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import groups_in_one_pass_are_what_each_is_alone
 from tests.processes.ranks import run_on_ranks
-from tests.processes.test_families import compare_all
+from tests.processes.test_families import compare
 from tests.processes.updates import normed, train
 
 __all__ = ["groups_in_one_pass_are_what_each_is_alone"]  # from another file, run from here
@@ -337,8 +337,8 @@ def a_killed_process_is_replaced(device):
 def other_modes_make_the_same_updates(device):
     found, bad = {}, []
     for name in ("resnet18", "vit_of_two_layers"):
-        every = _ranks(compare_all, 2, [name], device=device)
-        for mode, seconds, worst, what in every[0][name]:
+        every = _ranks(compare, 2, name, device=device)
+        for mode, seconds, worst, what in every[0]:
             found[f"{name}, {mode}"] = {"worst": worst, "seconds": round(seconds, 1)}
             if worst > 1e-7:
                 bad.append((name, mode, worst, what))

@@ -14,7 +14,7 @@ from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
 from manyhands.worker import plan_search
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import EXACT, built, updates
+from tests.processes.updates import EXACT, built, make_updates
 
 # Of each kind of op that no smaller network of test_plans has: grouped convolutions, windows, attention over grids.
 TORCHVISION = ("efficientnet_b0", "maxvit_t", "regnet_y_400mf", "squeezenet1_0", "swin_t", "vit_of_two_layers")
@@ -31,33 +31,32 @@ SHARES = ("p", "dropout", "attention_dropout", "drop_prob", "attn_drop_rate", "a
 
 
 def build(name):
-    """A network of either library, and the size of its pictures: as small as it takes, of MaxVit a small one."""
+    """A network of either library, where nothing is dropped by chance so that all modes give one result; its pictures.
+
+    These are as small as it takes, of MaxVit a small one.
+    """
     torch.manual_seed(0)
-    if name.startswith("timm:"):
-        return _of_timm(name.removeprefix("timm:"))
-    if name == "vit_of_two_layers":  # searching and trying vit_b_32's plans takes 7 GB a process
-        return models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=CLASSES), 32
-    if name == "maxvit_t":
-        return models.MaxVit((64, 64), 8, 2, [8, 16], [1, 1], 4, 0.0, num_classes=CLASSES), 64
-    return models.get_model(name, weights=None, num_classes=CLASSES), 64
+    library, _, own = name.rpartition(":")
+    size = 64
+    if library:
+        import timm
 
-
-def _of_timm(name):
-    import timm
-
-    if name.startswith(("vit_", "levit_")):  # are built for any size
-        return timm.create_model(name, num_classes=CLASSES, img_size=64), 64
-    wanted = timm.get_pretrained_cfg(name)
-    return timm.create_model(name, num_classes=CLASSES), wanted.input_size[-1] if wanted.fixed_input_size else 64
-
-
-def without_draws(model):
-    """The same network with nothing dropped by chance, so that all modes must give one result."""
+        sized: dict = {"img_size": size} if own.startswith(("vit_", "levit_")) else {}  # are built for any size
+        known = timm.get_pretrained_cfg(own)
+        size = known.input_size[-1] if known.fixed_input_size and not sized else size
+        model = timm.create_model(own, num_classes=CLASSES, **sized)
+    elif name == "vit_of_two_layers":  # searching and trying vit_b_32's plans takes 7 GB a process
+        size = 32
+        model = models.VisionTransformer(size, 8, 2, 2, 32, 64, num_classes=CLASSES)
+    elif name == "maxvit_t":
+        model = models.MaxVit((64, 64), 8, 2, [8, 16], [1, 1], 4, 0.0, num_classes=CLASSES)
+    else:
+        model = models.get_model(name, weights=None, num_classes=CLASSES)
     for module in model.modules():
         for word in SHARES:
             if isinstance(getattr(module, word, None), float) and word in vars(module):
                 setattr(module, word, 0.0)
-    return model
+    return model.double(), size
 
 
 def train(world, mode, model, size):
@@ -70,19 +69,8 @@ def train(world, mode, model, size):
         "parallel.pin": ("loss=o@dp",) if mode == "semi" else (),
     }  # fmt: skip
     with built(world, model, flags, as_worker=True) as trainer:
-        for _ in updates(trainer, STEPS):
-            pass
+        make_updates(trainer, STEPS)
         return trainer.network.full_state_dict()
-
-
-def difference(got, wanted):
-    """The largest relative difference of a tensor, and its name."""
-    worst = 0.0, ""
-    for name, tensor in wanted.items():
-        scale = max(tensor.abs().max().item(), 1e-3) if tensor.is_floating_point() and tensor.numel() else 1.0
-        if tensor.numel():
-            worst = max(worst, ((got[name] - tensor).abs().max().item() / scale, name))
-    return worst
 
 
 def compare(world, name):
@@ -90,29 +78,27 @@ def compare(world, name):
 
     Ops are timed and plans are tried as ever, but for a shorter time, and fewer of them.
     """
+    torch.set_num_threads(1)
+    # Nothing here works in place on what a network gives.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     plan_search.TIMES_BUDGET_S, plan_search.ROUNDS = 1.0, LEAST_ROUNDS
     SearchResult.finalists.__defaults__ = (1,)
     model, size = build(name)
-    model = without_draws(model).double()
     found, alone = [], None
     for mode in MODES:
         started = time.monotonic()
         try:
             got = train(world, mode, copy.deepcopy(model), size)
             alone = alone or got
-            worst = difference(got, alone)
+            worst = max(
+                ((got[name] - one).abs().max().item() / max(one.abs().max().item(), 1e-3), name)
+                for name, one in alone.items()
+                if one.numel()
+            )
         except Exception as error:  # noqa: BLE001 - any failure of a network becomes a row of the table
             worst = math.inf, f"{type(error).__name__}: {error}".partition("\n")[0]
         found.append((mode, time.monotonic() - started, *worst))
     return found
-
-
-def compare_all(world, names):
-    """The same for several networks, by name."""
-    torch.set_num_threads(1)
-    # Nothing here works in place on what a network gives.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    return {name: compare(world, name) for name in names}
 
 
 # Networks that train alike on any number of processes (docs/experiments/networks.md). Each has processes of its own,
@@ -120,14 +106,6 @@ def compare_all(world, names):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TORCHVISION, *TIMM])
 def test_every_mode_trains_every_family_alike(name):
-    pytest.importorskip("timm")
-    found = run_on_ranks(compare_all, 2, (name,))
-    wrong = [
-        f"{name} {mode} on rank {rank}: {error:.0e} {what}"
-        for rank, networks in enumerate(found)
-        for name, rows in networks.items()
-        for mode, _, error, what in rows
-        if not error <= 1e-6
-    ]
-    assert wrong == []
-    assert all(len(rows) == 5 for networks in found for rows in networks.values())
+    for found in run_on_ranks(compare, 2, name):
+        assert len(found) == len(MODES)
+        assert [row for row in found if not row[2] <= 1e-6] == []
