@@ -22,7 +22,7 @@ from manyhands.parallel.modes.hybrid import apply, hybrid_network
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import Of003, assert_alike
+from tests.processes.updates import Of003, assert_alike, full_tensor
 
 # Whether what a method takes, and the gradient of what it gives, are equal on all processes along the axis. A number
 # that all of them hold counts once in an inner product; pieces and terms of a sum count each.
@@ -55,10 +55,8 @@ def _pairings(grid, names):
             # Two dimensions at least: the one before is cut where this one was.
             local, shape, dims = [*local, 4], [*shape, 4], [len(shape), dim]
         if method in {"gather", "all_to_all"}:
-            local[dim] = (
-                shard_boundaries(shape[dim], axis.size)[axis.rank + 1]
-                - shard_boundaries(shape[dim], axis.size)[axis.rank]
-            )
+            first, last = shard_boundaries(shape[dim], axis.size)[axis.rank : axis.rank + 2]
+            local[dim] = last - first
         x = _random(local, takes, grid, numbers, seed).requires_grad_()
         y = getattr(axis, method)(x, *([] if method in {"enter", "all_reduce"} else dims))
         back = _random(y.shape, gives, grid, numbers, seed + 500)
@@ -96,18 +94,12 @@ def _forwards(grid):
     ]
 
 
-class Marked003(nn.Module):
-    """Document 003's network as MindSpore's users write it: each process makes its own slice."""
+class Marked003(Of003):
+    """The same as MindSpore's users write it: each process makes its own slice."""
 
     def __init__(self, mesh):
-        super().__init__()
-        self.tp = mesh.axis("tp")
-        edges = shard_boundaries(128, self.tp.size)
-        mine = torch.rand(512, 128)[:, edges[self.tp.rank] : edges[self.tp.rank + 1]]
-        self.weight = Parameter(mine, layerwise_parallel=True, shape=(512, 128))
-
-    def forward(self, x):
-        return self.tp.all_reduce((x @ self.weight).sum(-1))
+        super().__init__(mesh, mark=False)
+        self.weight = Parameter(self.weight.detach(), layerwise_parallel=True, shape=(512, 128))
 
 
 class Pair(nn.Module):
@@ -153,7 +145,7 @@ class Pieces(nn.Module):
 
 
 def _trained(world, make, mesh, samples, updates):
-    """Losses and the whole network, from each process's pieces, after some updates in double precision."""
+    """Losses, norms of gradients, the whole network and its gradients after some updates in double precision."""
     torch.manual_seed(1)
     grid = open_mesh(mesh, world)
     model = make(grid).double()
@@ -182,30 +174,10 @@ def _trained(world, make, mesh, samples, updates):
         norms.append(float(network.gradient_norm()))
         optimizer.step()
         network.finish_update()
-    pieces = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    whole = network.full_state_dict()
+    gradients = {name: full_tensor(name, one.grad, network) for name, one in model.named_parameters()}
     network.close()
-    return losses, norms, pieces, found, network.layouts
-
-
-def _put_together(mesh, results, place):
-    """Whole tensors from all processes' pieces; every holder of a piece must have the same one."""
-    found = {}
-    for name in results[0][place]:
-        layout = results[0][4][name]
-        found[name] = (
-            torch.full(layout.shape, float("nan"), dtype=results[0][place][name].dtype)
-            if layout.cuts
-            else results[0][place][name]
-        )
-        for rank, result in enumerate(results):
-            where = tuple(slice(*edges) for edges in layout.region(mesh, rank))
-            if layout.first_holder(mesh, rank) == rank:
-                found[name][where] = result[place][name]
-        for rank, result in enumerate(results):
-            where = tuple(slice(*edges) for edges in layout.region(mesh, rank))
-            torch.testing.assert_close(result[place][name], found[name][where], rtol=1e-12, atol=1e-14)
-    return found
+    return losses, norms, whole, gradients
 
 
 MAKES = [Of003, Marked003, Pair, Pieces]
@@ -241,11 +213,11 @@ def test_each_collectives_backward_is_its_adjoint_and_as_many_processes_as_you_l
         alone = _trained(World(), make, single, None, 4)
         losses = [sum(one) for one in zip(*(result[0] for result in several), strict=True)]
         assert losses == pytest.approx(alone[0], rel=1e-12)
-        for result in several:
-            assert result[1] == pytest.approx(alone[1], rel=1e-12)
-        for place in (2, 3):
-            whole = _put_together(parsed, several, place)
-            assert_alike(whole, {name: alone[place][name] for name in whole}, 1e-12, least=1e-3)
+        for _, norms, whole, gradients in several:
+            assert norms == pytest.approx(alone[1], rel=1e-12)
+            assert_alike(whole, alone[2], 1e-12, least=1e-3)
+            assert_alike(gradients, alone[3], 1e-12, least=1e-3)
+            torch.testing.assert_close((whole, gradients), several[0][2:], rtol=1e-12, atol=1e-14)
 
 
 def _grid(mesh, rank=0):

@@ -8,16 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.parallel.mesh.placement import gather_full
 from manyhands.train.loss import make_loss_fn, verify_loss
 from manyhands.train.trainer import process_count_dependence_reasons
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import built, lines
+from tests.processes.updates import built, full_tensor, lines
 
 WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5])
 LOSSES = {
@@ -52,17 +50,13 @@ def _train(world, loss, make=_network, **settings):
     with built(world, make(), flags, loss=loss) as trainer:
         update = next(trainer.feed.updates(0, 0))
         trainer.updater.add_gradients(update, 0)
-        gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
+        gradients = [
+            full_tensor(name, one.grad, trainer.network) for name, one in trainer.network.model.named_parameters()
+        ]
         shown, named = trainer.updater.measured.take_sums()[0], process_count_dependence_reasons(trainer)
         warned = [event["message"] for event in lines(trainer.folder.events) if event["kind"] == "warning"]
         named += [message for message in warned if "have no test sample" not in message]
     return gradients, shown, named, [(each.inputs, each.labels) for each in update]
-
-
-def _whole(name, parameter, network):
-    if network.layouts:
-        return gather_full(parameter.grad, network.layouts[name], network.grid)
-    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
 
 
 def _torchs_own(loss, micro_batches):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
@@ -180,7 +181,7 @@ def train(world, until, make, flags, folder="", machines=(), as_worker=False, *,
             trainer.verify_replicas()
         states = (captured(trainer).optimizer or {"state": {}})["state"]
         optimizer = {
-            f"{name} {key}": _whole(name, value, network)
+            f"{name} {key}": full_tensor(name, value, network)
             for name, values in states.items()
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
@@ -194,8 +195,10 @@ def train(world, until, make, flags, folder="", machines=(), as_worker=False, *,
     return Outcome(losses, model, evaluation, optimizer, first, *how, *records)
 
 
-def _whole(name, tensor, network):
-    """A tensor of the optimizer from pieces as those of its parameter."""
+def full_tensor(name, tensor, network):
+    """A tensor of the optimizer, or a gradient, from pieces as those of its parameter."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
     split = network.layouts and tensor.ndim
     return (gather_full(tensor, network.layouts[name], network.grid) if split else tensor).cpu()
 
