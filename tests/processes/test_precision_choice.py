@@ -40,18 +40,15 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "manyhands" / "planner"
 
 
-class Viewed(nn.Module):
+class Exact(nn.Module):
+    """Takes neither another layout nor another precision."""
+
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(512, 5)
 
     def forward(self, images):
-        return self.last(self.first(images).view(len(images), -1))
-
-
-class Exact(Viewed):
-    def forward(self, images):
-        found = self.last(self.first(images).flatten(1))
+        found = self.last(self.first(images).view(len(images), -1))
         if found.dtype != torch.float32:
             raise TypeError("only float32 will do")
         return found
@@ -118,30 +115,15 @@ def test_all_processes_take_the_same_and_the_measurement_is_of_the_same_at_any_n
     assert set(said.values()) == {one["seconds"] for one in content["times"].values()}
 
 
-def test_what_is_kept_decides_and_is_not_measured_again(tmp_path, own_cache):
-    _alone(tmp_path / "first")
-    for number, (seconds, taken) in enumerate((
-        (BF16_LAST, ("bf16", True)),
-        ({"fp32": 4.0, "bf16": 3.5, "channels_last": 0.5}, ("fp32", True)),
-        ({"fp32": 4.0, "bf16": 1.0, "channels_last": 2.0}, ("bf16", False)),
-    )):  # fmt: skip
-        file = _plant(own_cache, **seconds)
-        before = file.read_text()
-        folder = tmp_path / str(number)
-        found = _alone(folder)
-        assert found[:3] == (*taken, taken[0])
-        written, plan = written_values(folder / "job.toml"), json.loads((folder / "plan.json").read_text())
-        assert tuple(written[key] for key in DECIDED) == taken
-        assert tuple(plan["resolved"][key] for key in DECIDED) == taken == (plan["precision"], plan["channels_last"])
-        assert len(_said(folder)) == 2
-        assert file.read_text() == before
-
-
 def test_a_run_keeps_what_it_decided_whatever_is_measured_later_until_the_user_says_otherwise(tmp_path, own_cache):
     _alone(tmp_path / "first")
-    _plant(own_cache, **BF16_LAST)
+    cached = _plant(own_cache, **BF16_LAST).read_text()
     run = tmp_path / "run"
-    assert run_on_ranks(_decide, 2, run)[0][:2] == ("bf16", True)
+    assert run_on_ranks(_decide, 2, run)[0] == ("bf16", True, "bf16", {True})
+    assert [file.read_text() for file in own_cache.iterdir()] == [cached], "it is not measured again"
+    written, plan = written_values(run / "job.toml"), json.loads((run / "plan.json").read_text())
+    assert [written[key] for key in DECIDED] == [plan["resolved"][key] for key in DECIDED] == ["bf16", True]
+    assert (plan["precision"], plan["channels_last"], len(_said(run))) == ("bf16", True, 2)
     _plant(own_cache, **FP32)
     assert _alone(run, normed, {"train.epochs": 20})[:2] == ("bf16", True)
     assert json.loads((run / "plan.json").read_text())["resolved"]["train.precision"] == "bf16"
@@ -179,12 +161,11 @@ def test_what_cannot_pay_is_not_timed(tmp_path, own_cache, network, timed):
     assert timed or found[:2] == ("fp32", False)
 
 
-@pytest.mark.parametrize(("network", "key", "value"), [(Viewed, DECIDED[1], False), (Exact, DECIDED[0], "fp32")])
-def test_a_network_that_cannot_run_otherwise_stays_as_it_is_and_one_line_says_so(tmp_path, network, key, value):
-    _alone(tmp_path / "run", network, {other: False for other in DECIDED[1:] if other != key})
-    assert written_values(tmp_path / "run" / "job.toml")[key] == value
-    (said,) = [one for one in _said(tmp_path / "run") if one.startswith(key)]
-    assert "the benchmark of " in said
+def test_a_network_that_cannot_run_otherwise_stays_as_it_is_and_a_line_for_each_says_so(tmp_path):
+    assert _alone(tmp_path / "run", Exact)[:2] == ("fp32", False)
+    for key, said in zip(DECIDED, _said(tmp_path / "run"), strict=True):
+        assert said.startswith(key)
+        assert "the benchmark of " in said
 
 
 def test_a_processor_without_bf16_takes_fp32_and_bf16_is_not_even_tried(tmp_path, own_cache):
