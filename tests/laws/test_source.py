@@ -151,72 +151,54 @@ PROOF = ("parallel/verify.py",)
 CONFIG = ("config/", "parallel/options.py", "sync/options.py")
 # These words mean other things too: a section of the job, a machine, whatever device there is, a precision.
 COMMON = {"data", "local", "auto", "bf16"}
-# Where one of these is asked about, such a word is a mode or a method.
-ASKED = re.compile(r"\b(\w*mode|\w*method|methods\(\)|MODES|METHODS)\b", re.IGNORECASE)
 LOOKS_UP = {"Cost", "load_choice"} | {
     one.name
     for file in ("parallel/apply.py", "sync/options.py", "sync/choose.py", "train/choose_sync.py")
     for one in nodes()[file]
     if isinstance(one, ast.FunctionDef)
 }
-KEYS = {"mode", "method", "parallel.mode", "sync.method"}
+OF_CHOICES = re.compile(r"manyhands\.(parallel\.modes|sync\.methods)\b")
+# Where one of these is asked about, such a word is a mode or a method.
+ASKED = re.compile(rf"\b((?i:\w*mode|\w*method|modes|methods)|{'|'.join(LOOKS_UP)})\b")
 
 
-def words(*trees):
-    """All texts that stand in these expressions."""
-    found = (one for tree in trees if tree for one in ast.walk(tree))
-    return {one.value for one in found if isinstance(one, ast.Constant) and isinstance(one.value, str)}
-
-
-def named(target):
-    return getattr(target, "id", getattr(target, "attr", getattr(target, "arg", "")))
-
-
-def of_call(node):
-    found = {word for keyword in node.keywords if keyword.arg in KEYS for word in words(keyword.value)}
-    return found | (words(*node.args) if named(node.func) in LOOKS_UP else set())
-
-
-def of_function(node):
-    every = [*node.args.posonlyargs, *node.args.args]
-    pairs = [
-        *zip(every[::-1], node.args.defaults[::-1], strict=False),
-        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
-    ]
-    return {word for argument, default in pairs if argument.arg in KEYS for word in words(default)}
-
-
-def of_import(node):
-    modules = [one.name for one in node.names]
-    if isinstance(node, ast.ImportFrom):
-        modules = [f"{node.module}.{one}" for one in modules] + [str(node.module)]
-    found = [re.match(r"manyhands\.(?:parallel\.modes|sync\.methods)\.(\w+)", module) for module in modules]
-    return {match[1] for match in found if match}
-
-
-def used(node):  # noqa: PLR0911 - one for each kind of node
-    """Names of modes and methods by which this part of a program does something, if they can only be such."""
+def answers(node):
+    """(What is asked about, what answers it) in this part of a program."""
     match node:
-        case ast.Compare() if ASKED.search(ast.unparse(node)):
-            return words(node)
-        case ast.Subscript() if ASKED.search(ast.unparse(node.value)):
-            return words(node.slice)
+        case ast.Compare():
+            yield node, node
+        case ast.Subscript():
+            yield node.value, node.slice
         case ast.Call():
-            return of_call(node)
+            yield from ((node.func, argument) for argument in node.args)
+        case ast.keyword():
+            yield ast.Constant(node.arg), node.value
         case ast.Dict():
-            pairs = zip(node.keys, node.values, strict=True)
-            return {word for key, value in pairs if words(key) & KEYS for word in words(value)}
-        case ast.Assign() if any(named(target) in KEYS for target in node.targets):
-            return words(node.value)
-        case ast.AnnAssign() if named(node.target) in KEYS:
-            return words(node.value)
-        case ast.FunctionDef():
-            return of_function(node)
-        case ast.Import() | ast.ImportFrom():
-            return of_import(node)
-        case ast.Constant(value=str(word)) if word not in COMMON:
-            return {word}
-    return set()
+            yield from zip(node.keys, node.values, strict=True)
+        case ast.Assign():
+            yield from ((target, node.value) for target in node.targets)
+        case ast.AnnAssign():
+            yield node.target, node.value
+        case ast.arguments():
+            every = [*node.posonlyargs, *node.args]
+            yield from zip(every[::-1], node.defaults[::-1], strict=False)
+            yield from zip(node.kwonlyargs, node.kw_defaults, strict=True)
+
+
+def words(tree):
+    """All texts that stand in an expression."""
+    return {one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+
+
+def used(node):
+    """Names of modes and methods by which this part of a program does something, if they can only be such."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        text = ast.unparse(node)
+        return {*re.findall(r"\w+", text)} if OF_CHOICES.search(text) else set()
+    if isinstance(node, ast.Constant):
+        return {node.value} - COMMON
+    pairs = [(asked, found) for asked, value in answers(node) if asked and value and (found := words(value) & NAMES)]
+    return {word for asked, found in pairs if ASKED.search(ast.unparse(asked)) for word in found}
 
 
 def literal_names(found, own=()):
