@@ -189,27 +189,28 @@ class Calls(TorchDispatchMode):
 
 def _single_precision(world, dtype, mean):
     """The largest error of output and gradients beside double precision's, and the largest dtype that was stored."""
-    torch.manual_seed(2)
-    images = (torch.randn(16, 8, 6, 6, dtype=torch.float64) + mean).to(dtype).double()
-    slope = torch.randn(16, 8, 6, 6, dtype=torch.float64).to(dtype).double()
-    layer, exact = nn.BatchNorm2d(8), nn.BatchNorm2d(8).double()
-    with torch.no_grad():
-        layer.weight.uniform_(0.5, 2)
-        layer.bias.uniform_(-1, 1)
-    exact.load_state_dict(layer.state_dict())
-    wanted_input = images.clone().requires_grad_()
-    wanted = exact(wanted_input)
-    wanted.backward(slope)
-    groups, _ = group_batch_norms(layer.train())
+    case = {
+        **PLAIN,
+        "channels": 8,
+        "shape": [6, 6],
+        "count": 16,
+        "affine": True,
+        "mean": mean,
+        "seed": 2,
+        "last": False,
+    }
+    layer, images, slope = made(case, dtype)
+    exact, _ = trained(copy.deepcopy(layer).double(), images.double(), 16, slope.double())
+    groups, _ = group_batch_norms(layer)
     share = BatchSharing(2, 0, 16).micro_batches(16)[0][world.rank]
     groups.begin_micro_batch(share.spans, share.shared_groups, share.count, 16)
     mine = slice(share.start, share.stop)
-    got_input, got_slope = images[mine].to(dtype).requires_grad_(), slope[mine].to(dtype)
+    own = images[mine].requires_grad_()
     with Calls() as calls:
-        got = layer(got_input)
-        got.backward(got_slope)
-    apart = got.detach().double() - wanted.detach()[mine]
-    gradient = got_input.grad.double() - wanted_input.grad[mine]
+        output = layer(own)
+        output.backward(slope[mine])
+    apart = output.detach().double() - exact["output"][mine]
+    gradient = own.grad.double() - exact["input"][mine]
     return [float(one.abs().max()) for one in (apart.mean((0, 2, 3)), apart, gradient)], calls.doubles
 
 
@@ -386,15 +387,11 @@ def test_running_statistics_move_as_by_torchs_own_layer_and_stay_where_nothing_w
     share = BatchSharing(1, 0, 4).micro_batches(12)[0][0]
     for _ in range(3):
         images = torch.randn(12, 3).double()
-        before = [buffer.clone() for buffer in theirs.buffers()]
-        moved = []
-        for part in images.split(4):
-            for buffer, value in zip(theirs.buffers(), before, strict=True):
-                buffer.copy_(value)
-            theirs(part)
-            moved.append([buffer.clone() for buffer in theirs.buffers()])
-        for buffer, values in zip(theirs.buffers(), zip(*moved, strict=True), strict=True):
-            buffer.copy_(torch.stack([value.double() for value in values]).mean(0))
+        of_groups = [copy.deepcopy(theirs) for _ in range(3)]
+        for layer, part in zip(of_groups, images.split(4), strict=True):
+            layer(part)
+        for buffer, *moved in zip(theirs.buffers(), *(layer.buffers() for layer in of_groups), strict=True):
+            buffer.copy_(torch.stack(moved).double().mean(0))
         groups.begin_micro_batch(share.spans, share.shared_groups, 12, 12)
         with in_one_pass():
             ours(images)
