@@ -168,27 +168,18 @@ def test_one_process_has_the_same_collectives_and_mistakes_are_named():
 
 
 def _wait_in_vain(world):
-    """Rank 0 calls, rank 1 doesn't: in a subgroup, and along an axis of a mesh."""
+    """Rank 0 calls, the others don't: in a subgroup, and along an axis of a mesh."""
     impatient = dataclasses.replace(world, collective_timeout_s=1.0)
-    group, axis = new_group(impatient, [0, 1]), open_mesh("dp=2,tp=2", impatient).axis("tp")
-    heard, store = [], dist.distributed_c10d._get_default_store()
-    for number, one in enumerate((group, axis)):
-        if world.rank == 0:
-            try:
+    for one in (new_group(impatient, [0, 1]), open_mesh("dp=2,tp=2", impatient).axis("tp")):
+        if world.is_main:
+            with pytest.raises(RuntimeError, match=r"(?i)timed out"):
                 one.all_reduce(torch.ones(1))
-            except RuntimeError as error:
-                heard.append(str(error))
-            store.set(f"heard/{number}", "1")
-        store.wait([f"heard/{number}"])
-    return heard
+        dist.barrier()
 
 
 @pytest.mark.slow
 def test_subgroups_and_axes_of_a_mesh_give_a_silent_peer_up_when_the_job_says():
-    heard, *others = run_on_ranks(_wait_in_vain, 4)
-    assert len(heard) == 2
-    assert all("timed out" in text.lower() for text in heard), heard
-    assert others == [[], [], []]
+    run_on_ranks(_wait_in_vain, 4)
 
 
 def test_a_checksum_does_not_depend_on_the_pieces_and_sees_every_exchange(monkeypatch):

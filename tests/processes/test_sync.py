@@ -18,6 +18,7 @@ from manyhands.sync.exchange import SyncGroup, average_vector, create_codec, run
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.synchronizer import Buffers, LocalGroup
 from tests.processes.ranks import run_on_ranks
+from tests.processes.updates import assert_alike
 
 NAMES = ("none", "bf16", "int8", "int4", "lowrank")
 # Two are large enough to go as factors, two aren't.
@@ -52,12 +53,8 @@ def _kept(world, own, sums):
 
 
 def _mean(world, name, count):
-    peers, values, codec = (
-        SyncGroup(world.rank, world.size),
-        _own(world, count=count),
-        create_codec(name, torch.float64),
-    )
-    mean, residual = run_exchange(average_vector(values, codec, peers))
+    peers, values = SyncGroup(world.rank, world.size), _own(world, count=count)
+    mean, residual = run_exchange(average_vector(values, create_codec(name, torch.float64), peers))
     kept = _kept(world, residual.own, residual.sums)
     return mean, (mean + kept - _sum(values) / world.size).abs().sum().item(), peers.sent_bytes
 
@@ -151,10 +148,6 @@ def test_low_rank_forgets_no_direction_for_good(on_ranks):
             assert missing[-1] < missing[0] / 4, "what is held goes out in the end"
 
 
-def _same(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 class _Deep(nn.Module):
     """Enough values for several batches of gradients; a layer that is used twice, and one that is never used."""
 
@@ -214,10 +207,8 @@ def _power(world, beside, passes, machines=False):
                 came_out[name] = came_out.get(name, 0) + one.grad
     state, lost, missing = power.state()[0], 0.0, 0.0
     batches = sorted({key.partition(".")[0] for key in state if "." in key}, key=int)
-    residual = torch.cat([state[f"{number}.held"] for number in batches])
-    residual = dict(
-        zip(reversed(names), residual.split([named[name].numel() for name in reversed(names)]), strict=True)
-    )
+    residual, names = torch.cat([state[f"{number}.held"] for number in batches]), names[::-1]
+    residual = dict(zip(names, residual.split([named[name].numel() for name in names]), strict=True))
     for name in went_in:
         kept = (_sum(residual[name]) / world.size).view(named[name].shape)
         lost = max(lost, (came_out[name] + kept - went_in[name]).abs().max().item())
@@ -232,10 +223,11 @@ def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, on
     for came_out, batches, lost, missing in answers:
         assert batches > 2
         assert not any(name.startswith("unused") for name in came_out)
-        assert _same(came_out, answers[0][0])
+        assert_alike(came_out, answers[0][0])
         assert lost < 1e-10
         assert missing > 1e-6, "a low rank leaves something out"
-    assert _same(answers[0][0], waited_for[0][0]), "what goes on beside the backward pass changes no bit"
+    # What goes on beside the backward pass changes no bit.
+    assert_alike(answers[0][0], waited_for[0][0])
 
 
 OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
