@@ -1,21 +1,29 @@
-"""Runs a function on several real processes, with gloo unless told otherwise, and brings back what each returned."""
+"""Runs a function on several real processes, with gloo unless told otherwise, and brings back what each returned.
+
+As a program it is one of these processes.
+"""
 
 import contextlib
 import math
+import os
 import pickle
 import platform
 import select
+import sys
 import tempfile
 import time
+import traceback
+import warnings
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from manyhands.core.world import World
 from tests.fork_server import import_late_modules, request_fork
-from tests.processes.rank import run_rank
 
-RANK_MODULE, GRACE_S = "tests.processes.rank", 5  # in which the other ranks write their own errors
+RANK_MODULE, GRACE_S = "tests.processes.ranks", 5  # in which the other ranks write their own errors
 
 
 def put_on_machines(machines, world):
@@ -46,6 +54,25 @@ def run_on_ranks(function, size, *arguments, start="server", device="cpu", backe
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(size)]
 
 
+def run_rank(rank, size, function, arguments, folder, device, backend):
+    if device != "cpu":
+        device = device if ":" in device else f"{device}:{rank}"
+        torch.accelerator.set_device_index(device)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    # Nobody leaves before all are connected, however little it has to do.
+    dist.barrier()
+    try:
+        result = function(World(rank, size, rank, size, device, backend), *arguments)
+        (Path(folder) / f"{rank}.out").write_bytes(pickle.dumps(result))
+    except BaseException:
+        (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
 def _run_in_children(size, call, start):
     if start == "fork":
         import_late_modules()
@@ -67,3 +94,8 @@ def _run_in_forks_of_server(size, folder, call):
                     end_s = min(end_s, time.monotonic() + GRACE_S)
     if failed:
         raise ChildProcessError(f"ranks ended with exit codes {failed}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    run_rank(int(sys.argv[2]), *pickle.loads((Path(sys.argv[1]) / "call").read_bytes()))
