@@ -12,7 +12,7 @@ from torchvision.models.efficientnet import _efficientnet_conf
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from manyhands.config.job import TrainOptions
-from manyhands.core.mesh import Mesh, shard_boundaries
+from manyhands.core.mesh import shard_boundaries
 from manyhands.data.order import equal_shares
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
@@ -21,7 +21,6 @@ from manyhands.parallel.split.execute import shard_tensor
 from manyhands.parallel.split.network import shard_by_plan
 from manyhands.parallel.split.tracing import describe_network
 from manyhands.train.loss import make_loss_fn, verify_loss
-from tests.planner.nets import random_plan
 from tests.processes.ranks import run_on_ranks
 
 CLASSES = 7
@@ -214,15 +213,3 @@ def assert_as_one_process(cases, tolerance):
     for rank, errors in enumerate(run_on_ranks(_errors, cases[0][2].mesh.size, cases)):
         for (label, *_), (error, where) in zip(cases, errors, strict=True):
             assert error <= tolerance, f"{label} on rank {rank}: {where} is off by {error:.1e}"
-
-
-def assert_random_plans(name, axes, seeds, tolerance=1e-9, updates=2, dtype=torch.float64, group=BATCH):
-    """Random plans of one of the networks.
-
-    BatchNorm's groups are the whole batch unless said otherwise: over few values its gradients are mostly rounding.
-    """
-    make, size = NETWORKS[name]
-    pictures = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(9), dtype=dtype)
-    truth = truth_of(make, pictures, updates, group)
-    graph, mesh = truth.graph(), Mesh(axes)
-    assert_as_one_process([(f"{name} {seed}", truth, random_plan(graph, mesh, seed)) for seed in seeds], tolerance)
