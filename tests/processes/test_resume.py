@@ -120,27 +120,13 @@ ELSEWHERE = [
 
 
 def test_another_number_or_plan_makes_the_same_updates(tmp_path):
-    flags = {**EXACT, "train.momentum": 0.5}
-    alone = train(World(), *_case(flags | {"train.norm_group": 8}, "", make=normed))
-
-    def outcomes(place, half):
-        """Of the first halves or the second ones, all of a size in one start."""
-        found = {}
-        for size in range(1, 5):
-            numbers = [number for number, row in enumerate(ELSEWHERE) if row[2 * half] == size]
-            cases = [
-                _case(
-                    {**flags, "train.norm_group": 8, **ELSEWHERE[number][2 * half + 1]},
-                    place / str(number),
-                    make=normed,
-                )
-                for number in numbers
-            ]
-            found |= zip(numbers, trained(size, cases), strict=True)
-        return found
-
-    outcomes(tmp_path / "whole", 0)
-    for found, *_ in outcomes(_back_to(SAVED, tmp_path / "whole", tmp_path / "killed"), 1).values():
+    flags = {**EXACT, "train.momentum": 0.5, "train.norm_group": 8}
+    alone = train(World(), *_case(flags, "", make=normed))
+    for number, (size, settings, other_size, other_settings) in enumerate(ELSEWHERE):
+        folder = tmp_path / str(number)
+        trained(size, [_case({**flags, **settings}, folder / "run", make=normed)])
+        killed = _back_to(SAVED, folder / "run", folder / "killed")
+        ((found, *_),) = trained(other_size, [_case({**flags, **other_settings}, killed, make=normed)])
         assert found.first == SAVED
         assert_alike(found.model, alone.model, 1e-9)
         assert_alike(found.optimizer, alone.optimizer, 1e-9, least=1e-6)

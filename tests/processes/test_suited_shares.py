@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from manyhands.train import shares
-from manyhands.train.saving import finish_save, save
+from manyhands.train.loop import fit
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import assert_alike, built, by_case, linear, normed, updates
+from tests.processes.updates import assert_alike, built, by_case, linear, normed
 
 BATCH, UPDATES = 32, 20
 FLAGS = {
@@ -36,15 +36,10 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
     """From the folder's checkpoint, if it has one, to a step: what was taken at the start, and the weights."""
     lazy = SlowForItsSamples(slow_s[world.rank] if not world.alone else 0.0)
     network = nn.Sequential(lazy, normed())
-    with built(world, network, {**FLAGS, **settings}, folder) as trainer:
-        first, per_epoch = trainer.feed.samples_by_rank(), trainer.feed.order.steps_per_epoch
-        while trainer.progress.step < until:
-            if trainer.hooks.balance_shares:
-                trainer.hooks.balance_shares()
-            for _ in updates(trainer, min(until, trainer.progress.step - trainer.progress.step_in_epoch + per_epoch)):
-                pass
-        save(trainer)
-        finish_save(trainer)
+    with built(world, network, {**FLAGS, "train.max_steps": until, **settings}, folder) as trainer:
+        first = trainer.feed.samples_by_rank()
+        if until:
+            fit(trainer)
         return first, {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
