@@ -1,7 +1,6 @@
 """Whoever reaches the store may write there: junk is passed over, words are marked and cleaned, advice is left out."""
 
 import json
-import os
 import socket
 import threading
 from contextlib import closing
@@ -84,20 +83,6 @@ def test_junk_in_the_place_of_a_process_is_written_over_by_the_process_itself():
     for thread in threads:
         thread.join(20)
     assert ended == {0: [0, 1], 1: [0, 1]}
-
-
-def test_a_rank_given_twice_ends_all_that_wait():
-    store, ended = dist.HashStore(), {}
-    waiting = [threading.Thread(target=rendezvous, args=(3, rank, store, ended)) for rank in (0, 1)]
-    for thread in waiting:
-        thread.start()
-    while not dist.PrefixStore("present/0", store).check(["0", "1"]):
-        pass
-    with pytest.raises(UserError, match="rank 1 is taken by process"):
-        exchange_records(store, ProcessInfo(rank=1, size=3, init="tcp://x:1"), "train.lr=1", print)
-    for thread in waiting:
-        thread.join(20)
-    assert all(f"rank 1 was given twice: to process {os.getpid()} on" in str(ended[rank]) for rank in (0, 1))
 
 
 @pytest.mark.parametrize(("digest", "reported"), [("train.lr=1", True), ("train.lr=2", False)])

@@ -159,17 +159,6 @@ def test_an_update_of_ours_is_torchs_to_the_last_bit(options, torchs, kinds):
         assert torch.equal(one, another)
 
 
-def test_an_update_that_a_scaler_refuses_is_left_out():
-    model = _network()
-    optimizer = make_optimizer(model, TrainOptions(lr=0.1), sharded=False)
-    before = [one.detach().clone() for one in model.parameters()]
-    for one in model.parameters():
-        one.grad = torch.full_like(one, torch.inf)
-    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
-    optimizer.step()
-    assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
-
-
 class _Grows(nn.Module):
     """Puts a longer buffer in the place of one; `removes`: or none."""
 
