@@ -1,33 +1,26 @@
 """A picture that goes bad during a run: replaced alike at any number of processes, counted, and refused if many do."""
 
+import functools
 from pathlib import Path
 
-import numpy
 import pytest
-from PIL import Image
 
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError
 from manyhands.train.loop import fit
 from tests.processes.ranks import run_on_ranks
+from tests.processes.test_same_data import make_folder
 from tests.processes.updates import EXACT, built, lines, normed
-
-EACH = 24
 
 
 def pictures(root):
-    numbers = numpy.random.default_rng(7)
-    for split, count in (("train", EACH), ("val", 4)):
-        for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                values = numbers.integers(0, 255, (20, 16, 3), dtype=numpy.uint8)
-                Image.fromarray(values).save(root / split / name / f"{number:02}.png")
+    for split in ("train", "val"):
+        make_folder(root / split, 16)
 
 
 def _spoil(root, how, count):
-    for path in sorted((root / "train").rglob("*.png"))[3 : 3 + count]:
+    for path in sorted((root / "train").rglob("*.bmp"))[3 : 3 + count]:
         if how == "gone":
             path.unlink()
         else:
@@ -45,7 +38,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
         if world.is_main and where == "train":
             _spoil(place, how, count)
         elif world.is_main:
-            (place / "val" / "cat" / "01.png").write_bytes(b"")
+            (place / "val" / "cat" / "01.bmp").write_bytes(b"")
         trainer.verify_replicas()  # the others wait until that is done
         said = ""
         try:
@@ -62,7 +55,7 @@ def test_another_takes_its_place_alike_at_any_number_of_processes(how, tmp_path)
     pictures(tmp_path / "one")
     truth, named, said = trained(World(), tmp_path / "one", how)
     assert not said
-    assert named == [["03.png"]] * 2  # in each epoch
+    assert named == [["03.bmp"]] * 2  # in each epoch
     for size, workers in ((2, 1), (3, 0)) if how == "truncated" else ((2, 0),):
         pictures(tmp_path / str(size))
         results = run_on_ranks(trained, size, tmp_path / str(size), how, 1, True, workers)
@@ -73,25 +66,20 @@ def test_another_takes_its_place_alike_at_any_number_of_processes(how, tmp_path)
             assert max(apart.values()) < 1e-9, (size, apart)
 
 
-def test_without_the_option_it_ends_the_run_by_name(tmp_path):
+@pytest.mark.parametrize(
+    ("size", "how", "begins", "ends"),
+    [
+        (1, {"skips": False}, "the picture 03.bmp can't be read", "train/cat/03.bmp"),
+        (1, {"where": "val"}, "the picture 01.bmp can't be read", ""),  # in an evaluation always
+        (2, {"how": "empty", "count": 11}, "11 pictures can't be read, such as ", " | data.skip_corrupt"),
+    ],
+)
+def test_what_is_not_replaced_ends_the_run_by_name(size, how, begins, ends, tmp_path):
     pictures(tmp_path)
-    _, named, said = trained(World(), tmp_path, skips=False)
-    assert not named
-    assert "the picture 03.png can't be read" in said
-    assert said.endswith("train/cat/03.png")
-
-
-def test_more_than_ten_are_refused_by_all(tmp_path):
-    pictures(tmp_path)
-    for _, _, said in run_on_ranks(trained, 2, tmp_path, "empty", 11):
-        assert said.startswith("11 pictures can't be read, such as ")
-        assert said.endswith(" | data.skip_corrupt")
-
-
-def test_in_an_evaluation_it_always_ends_the_run(tmp_path):
-    pictures(tmp_path)
-    _, _, said = trained(World(), tmp_path, where="val")
-    assert "the picture 01.png can't be read" in said
+    for _, named, said in run_on_ranks(functools.partial(trained, **how), size, tmp_path):
+        assert not named or "count" in how
+        assert said.startswith(begins)
+        assert said.endswith(ends)
 
 
 def test_more_than_ten_are_refused_at_the_start(tmp_path):
