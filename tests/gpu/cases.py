@@ -17,22 +17,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from manyhands import session
-from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.build import build
 from manyhands.train.loop import fit
-from manyhands.train.objects import Objects
-from manyhands.train.parts import Parts
-from manyhands.train.state import capture
 from manyhands.worker.failure import explain_out_of_memory
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import groups_in_one_pass_are_what_each_is_alone
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_families import compare
-from tests.processes.updates import normed, train
+from tests.processes.updates import built, captured, normed, train
 
 __all__ = ["groups_in_one_pass_are_what_each_is_alone"]  # from another file, run from here
 
@@ -158,25 +152,20 @@ class BadOnce(nn.Module):
 
 
 @contextlib.contextmanager
-def _trainer(world, make, folder=None, **settings):
+def _trainer(world, make, folder="", **settings):
     """A trainer of a network that `make` makes, on synthetic pictures unless the settings say otherwise."""
     torch.manual_seed(3)
-    folder = folder or tempfile.mkdtemp()
-    Path(folder, "ranks").mkdir(exist_ok=True)
     flags = {
         "data.name": "synthetic:120x1x8x8x5", "train.batch": 30, "train.epochs": 4, "train.lr": 0.05,
-        "train.evaluate_every": 0.0, "model.num_classes": 5, "checkpoint.every": "never", "run.report": False,
-        "run.log_every_s": 0.01, "train.norm_group": 15, **settings,
+        "model.num_classes": 5, "checkpoint.every": "never", "run.report": False, "run.log_every_s": 0.01,
+        "train.norm_group": 15, **settings,
     }  # fmt: skip
-    job, mode = load_job(flags, environment={}).job, "single" if world.alone else "data"
-    trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(make())))
-    yield trainer
-    trainer.resources.close()
+    with built(world, make(), flags, folder) as trainer:
+        yield trainer
 
 
 def _weights(trainer):
-    found = capture(trainer.network, trainer.updater.optimizer, trainer.progress, {}).model
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    return {name: tensor.cpu() for name, tensor in captured(trainer).model.items()}
 
 
 def _overflow(world):
@@ -286,7 +275,7 @@ def _part(world, folder, steps, **settings):
 def goes_on_to_the_same_bits(device):
     for settings in ({}, {"train.optimizer": "adamw", "train.lr": 0.002}, {"train.precision": "fp16"}):
         same, broken = {"train.deterministic": True, **settings}, tempfile.mkdtemp()
-        wanted = _part(World(device=device), None, 11, **same)
+        wanted = _part(World(device=device), "", 11, **same)
         _part(World(device=device), broken, 7, **same)
         got = _part(World(device=device), broken, 11, **same)
         assert _worst(got, wanted) == 0, (settings, _worst(got, wanted))
