@@ -4,7 +4,6 @@ import copy
 import functools
 import multiprocessing
 import os
-import platform
 import signal
 import threading
 import time
@@ -23,7 +22,6 @@ from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import SharedMemoryNetwork, TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.shared_memory import (
-    ON_SEVERAL,
     SLOT_BYTES,
     SharedSums,
     ranks_by_machine,
@@ -45,15 +43,10 @@ def _size(machines):
     return sum(map(len, machines))
 
 
-def _sums_or_why(world, group=None, slot_bytes=SLOT_BYTES):
-    machines = ranks_by_machine(world, group)
-    if isinstance(machines, str):
-        return machines
-    return ON_SEVERAL if len(machines) > 1 else share_memory(machines, world, group, slot_bytes)
-
-
 def _opened(world, group=None, slot_bytes=SLOT_BYTES):
-    sums = _sums_or_why(world, group, slot_bytes)
+    machines = ranks_by_machine(world, group)
+    assert isinstance(machines, list), machines
+    sums = share_memory(machines, world, group, slot_bytes)
     assert isinstance(sums, SharedSums), sums
     return sums
 
@@ -130,20 +123,6 @@ def _crowded(world):
     return time.process_time() - before
 
 
-def _some_elsewhere(world):
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    if world.rank == 3:
-        platform.node = lambda: "elsewhere"
-    found = _sums_or_why(world), _sums_or_why(world, pairs[world.rank // 2])
-    if world.rank < 2:
-        assert isinstance(found[1], SharedSums)
-        values = _values(5, world.rank, 10)
-        found[1].all_reduce(values)
-        assert torch.equal(values, _in_order(5, 2, 10))
-        found[1].close()
-    return found[0], found[1] if isinstance(found[1], str) else ""
-
-
 def _network():
     """With a frozen parameter, and another memory format than a job asks for."""
     network = normed()
@@ -195,7 +174,7 @@ def _how(world):
 
 def _of_all(world):
     if world.size == 4:
-        return _crowded(world), _some_elsewhere(world)
+        return (_crowded(world),)
     put_on_machines([range(world.size)], world)
     _any_values(world)
     wrong = _several_at_once(world)
@@ -220,11 +199,6 @@ def test_any_values_are_added_up_in_the_order_of_ranks_to_the_last_bit_also_seve
 
 def test_those_who_wait_leave_the_processors_to_others(found):
     assert max(found[4][0]) < 1
-
-
-def test_processes_of_several_machines_do_without(found):
-    why = "the processes are on several machines"
-    assert found[4][1] == ((why, ""), (why, ""), (why, why), (why, why))
 
 
 @pytest.mark.parametrize("size", [2, 3])
