@@ -22,8 +22,9 @@ MESHES = [(("dp", 4),), (("dp", 3), ("tp", 2)), (("dp", 2), ("one", 1), ("tp", 2
 TRIALS = 25
 
 
-def _layout(chance, axes):
-    return tuple(chance.choice([0, 1, 2, "R", "P"]) for _ in range(axes))
+def _drawn(chance, axes, words="RP"):
+    """A layout; with B, one side of a conversion that has a gradient."""
+    return tuple(chance.choice([0, 1, 2, *words]) for _ in range(axes))
 
 
 def _whole(seed, extent, batch):
@@ -58,7 +59,7 @@ def _round_trips(world, axes):
     wholes = ("R",) * len(axes)
     for trial in range(TRIALS):
         grid.batch = chance.choice([5, 8, 1])
-        source, target, extent = _layout(chance, len(axes)), _layout(chance, len(axes)), _extent(chance, grid.batch)
+        source, target, extent = _drawn(chance, len(axes)), _drawn(chance, len(axes)), _extent(chance, grid.batch)
         tensor = _whole(trial, extent, grid.batch)
         here = _laid_out(tensor, source, extent, grid, 1000 * trial)
         kept = here.clone()
@@ -72,10 +73,6 @@ def _round_trips(world, axes):
     grid.release()
 
 
-def _sides(chance, axes):
-    return tuple(chance.choice([0, 1, 2, "R", "B", "P"]) for _ in range(axes))
-
-
 def _products(world, axes):
     """<A x, y> = <x, A^T y>, where a pair of value and gradient gives a number: the sum of products over processes.
 
@@ -85,7 +82,7 @@ def _products(world, axes):
     for trial in range(TRIALS):
         grid.batch = chance.choice([5, 8])
         extent = _extent(chance, grid.batch)
-        before, after = _sides(chance, len(axes)), _sides(chance, len(axes))
+        before, after = _drawn(chance, len(axes), "RBP"), _drawn(chance, len(axes), "RBP")
         values, gradients = (
             (value_layout(before), value_layout(after)),
             (gradient_layout(before), gradient_layout(after)),

@@ -19,6 +19,7 @@ from manyhands.parallel.split.rules import OPAQUE
 from manyhands.parallel.split.rules import RULES as KNOWN
 from manyhands.parallel.split.strategy import refusal, write_strategy
 from tests.processes.parity import CLASSES, assert_as_one_process, truth_of
+from tests.processes.test_norm import Activated
 
 SAMPLES = 7
 TWO, THREE, SQUARE = Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((("dp", 2), ("tp", 2)))
@@ -76,13 +77,6 @@ class Words(nn.Module):
 
 def _two(x, a, b):
     return torch.cat([x * a, x + b, x], 1)
-
-
-class Activated(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d."""
-
-    def forward(self, x):
-        return torch.tanh(super().forward(x))
 
 
 class Tokens(nn.Module):

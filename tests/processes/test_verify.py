@@ -138,7 +138,7 @@ def _others(world):
     torch.manual_seed(2)
     found = {}
     for word, make, width in [
-        ("003", lambda mesh: Of003(mesh), 512),
+        ("003", Of003, 512),
         ("003 without a sum", lambda mesh: Of003(mesh, 0), 512),
         ("003 with two sums", lambda mesh: Of003(mesh, 2), 512),
         ("003 without a mark", lambda mesh: Of003(mesh, 1, mark=False), 512),
