@@ -95,9 +95,7 @@ class Truth:
     labels: torch.Tensor
     group: int
     loss: Callable | None = None
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    updates: list[tuple[float, dict, dict]] = field(default_factory=list)
     output: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def network(self):
@@ -142,11 +140,11 @@ def _evaluate(model, pictures):
 
 
 def _note(found, loss, model, optimizer, finish):
-    found.losses.append(loss)
-    found.gradients.append({key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
+    gradients = {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
     optimizer.step()
     finish()
-    found.states.append({key: one.detach().clone() for key, one in model.state_dict().items()})
+    state = {key: one.detach().clone() for key, one in model.state_dict().items()}
+    found.updates.append((loss, gradients, state))
 
 
 def _errors(world, cases):
@@ -157,7 +155,8 @@ def _errors(world, cases):
         network = shard_by_plan(truth.network(), world, ModeRequest(plan=plan, picture=truth.pictures[0], **own))
         mine = _follow(network, truth)
         off = (mine.output.double() - truth.output.double()).abs().max().item() / truth.output.abs().max().item()
-        ends = (_compare(mine, truth, number, network.layouts) for number in (0, -1))
+        least = NOTHING[truth.output.dtype]
+        ends = (_compare(mine.updates[end], truth.updates[end], least, network.layouts) for end in (0, -1))
         found.append(max(*ends, (off, "output in evaluation")))
         network.close()
     return found
@@ -176,7 +175,7 @@ def _follow(network, truth):
     mine = slice(edges[place], edges[place + 1])
     found = Truth(truth.make, truth.pictures[mine], truth.labels[mine], truth.group)
     share, shape = truth.share(network.share.parts, place), MicroBatchShape(count, count, truth.share)
-    for _ in truth.losses:
+    for _ in truth.updates:
         optimizer.zero_grad()
         result = gradients.forward_backward(MicroBatch(found.pictures, found.labels, share, shape), count)
         gradients.finish()
@@ -187,14 +186,10 @@ def _follow(network, truth):
     return found
 
 
-def _compare(mine, truth, number, layouts):
+def _compare(mine, truth, least, layouts):
     """The largest relative error of loss, gradients, buffers and parameters, and where it is."""
-    worst = (abs(mine.losses[number] - truth.losses[number]) / abs(truth.losses[number]), "loss")
-    nothing = NOTHING[truth.output.dtype]
-    for kind, got, wanted in (
-        ("gradient of", mine.gradients[number], truth.gradients[number]),
-        ("value of", mine.states[number], truth.states[number]),
-    ):
+    worst = (abs(mine[0] - truth[0]) / abs(truth[0]), "loss")
+    for kind, got, wanted in zip(("gradient of", "value of"), mine[1:], truth[1:], strict=True):
         assert set(got) == set(wanted)
         largest = max(one.abs().max().item() for one in wanted.values())
         for name, tensor in wanted.items():
@@ -203,7 +198,7 @@ def _compare(mine, truth, number, layouts):
             assert here.shape == got[name].shape, name
             difference = (here.double() - got[name].double()).abs()
             if difference.numel():
-                error = difference.max().item() / (own if own > nothing * largest else largest)
+                error = difference.max().item() / (own if own > least * largest else largest)
                 worst = max(worst, (error, f"{kind} {name}"))
     return worst
 

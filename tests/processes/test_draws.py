@@ -11,7 +11,7 @@ from torchvision.ops import StochasticDepth
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
-from manyhands.data.order import equal_shares
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import Extent, convert, value_layout
 from manyhands.parallel.network import MicroBatchShape
@@ -45,22 +45,20 @@ class Dropping(nn.Module):
         return self.drop(self.same(x)).mean((2, 3))
 
 
-def _masks(world, kind, strategy, axes=MESH, seed=3):
+def _masks(world, kind, strategy):
     """Pieces of what is left of ones, by place; each with the seed that the executor gives."""
-    mesh = Mesh(axes)
-    grid, network = Grid(mesh, world), Dropping(DROPS[kind]()).train()
-    graph = describe_network(network, torch.zeros(CHANNELS, 1, 1))
+    mesh, network = Mesh(MESH), Dropping(DROPS[kind]()).train()
+    grid, graph = Grid(mesh, world), describe_network(network, torch.zeros(CHANNELS, 1, 1))
     op = next(one for one in graph.ops.values() if one.name.startswith("drop"))
     letters = resolve_letters(Plan(mesh, {op.name: strategy, "mean": strategy}), graph)
     split = SplitNetwork(network, graph, graph, letters, grid).train()
-    found = []
-    for number in (seed, seed + 1):
-        count = grid.parts(batch_axes(split.letters[INPUT]))
-        share = lambda parts, index: equal_shares(SAMPLES, 0, (0, SAMPLES), parts)[index]  # noqa: E731
-        split.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share, number))
+    side = value_layout([0 if letter == "n" else "R" for letter in letters["loss"]])
+    count, found = grid.parts(batch_axes(split.letters[INPUT])), []
+    for seed in (3, 4):
+        share = equal_share_function(SAMPLES, 0, (0, SAMPLES))
+        split.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share, seed))
         given = split(torch.ones(SAMPLES // count, CHANNELS, 1, 1)).detach()
-        side = value_layout([0 if letter == "n" else "R" for letter in letters["loss"]])
-        found.append(convert(given, side, ("R",) * len(axes), Extent((SAMPLES, CHANNELS), 1), grid))
+        found.append(convert(given, side, ("R",) * len(MESH), Extent((SAMPLES, CHANNELS), 1), grid))
     grid.release()
     return found
 
@@ -69,27 +67,19 @@ STRATEGIES = ["n@dp,tp", "n@dp c@tp", "c@dp,tp", "n@dp r@tp", "r@dp c@tp"]
 CASES = [(kind, strategy) for kind in DROPS for strategy in STRATEGIES]
 
 
-@pytest.fixture(scope="module")
-def masks():
-    return dict(zip(CASES, by_case(Mesh(MESH).size, _masks, CASES), strict=True))
-
-
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
-def test_masks(kind, strategy, masks):
-    by_rank = masks[kind, strategy]
-    first, second = by_rank[0]
-    # What all of them put together is one tensor, so replicas drew alike.
-    for masks in by_rank:
-        assert torch.equal(masks[0], first)
-        assert torch.equal(masks[1], second)
-    assert not torch.equal(first, second)
-    assert 0.2 < (first > 0).float().mean() < 0.8
-    if kind == "depth":
-        assert all(len(set(row.tolist())) == 1 for row in first), "a sample is dropped in all of its channels"
-    if "n@dp" in strategy:
-        assert not torch.equal(first[: SAMPLES // 2], first[SAMPLES // 2 :])
-    if "c@" in strategy and kind != "depth":
-        assert not torch.equal(first[:, : CHANNELS // 2], first[:, CHANNELS // 2 :])
+def test_masks():
+    for (kind, strategy), by_rank in zip(CASES, by_case(Mesh(MESH).size, _masks, CASES), strict=True):
+        first, second = by_rank[0]
+        # What all of them put together is one tensor, so replicas drew alike.
+        assert all(torch.equal(torch.stack(masks), torch.stack(by_rank[0])) for masks in by_rank), (kind, strategy)
+        assert not torch.equal(first, second)
+        assert 0.2 < (first > 0).float().mean() < 0.8
+        if kind == "depth":
+            assert all(len(set(row.tolist())) == 1 for row in first), "a sample is dropped in all of its channels"
+        if "n@dp" in strategy:
+            assert not torch.equal(first[: SAMPLES // 2], first[SAMPLES // 2 :])
+        if "c@" in strategy and kind != "depth":
+            assert not torch.equal(first[:, : CHANNELS // 2], first[:, CHANNELS // 2 :])
 
 
 class Between(nn.Module):

@@ -1,7 +1,6 @@
 """Networks that their authors split by hand: collectives with right gradients, and N processes as one."""
 
 import copy
-import functools
 import random
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh, shard_boundaries
 from manyhands.core.world import World
-from manyhands.data.order import equal_shares
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.parallel.mesh.marks import Parameter, state_dict_layouts
@@ -161,11 +160,9 @@ def _trained(world, make, mesh, samples, updates):
         optimizer.zero_grad()
         # Two passes, so that gradients are held back in the first one.
         for first in (0, 6):
-            shares = functools.partial(equal_shares, 12, 6, (first, first + 6))
-            network.begin_micro_batch(
-                MicroBatchShape(6, 12, lambda parts, place, shares=shares: shares(parts)[place], step)
-            )
-            share = shares(parts)[place]
+            share_of = equal_share_function(12, 6, (first, first + 6))
+            network.begin_micro_batch(MicroBatchShape(6, 12, share_of, step))
+            share = share_of(parts, place)
             part = slice(share.start, share.stop)
             loss = F.mse_loss(network.call(x[part]) / 100, y[part], reduction="sum") / 12
             gradients.backward_custom_loss(loss, last=first > 0)
