@@ -21,7 +21,7 @@ from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_session import opened
-from tests.processes.updates import EXACT, SyncedNetwork, assert_alike, built, linear, updates
+from tests.processes.updates import EXACT, SyncedNetwork, assert_alike, built, linear, lines, updates
 
 # 48 samples in batches of 16 are 3 updates an epoch; the mean loss of a share is exact parts of the batch's then.
 EPOCHS, STEPS = 3, 9
@@ -92,7 +92,7 @@ def _opened(world, settings, folder):
 def _recorded(folder):
     """What plan.json says, and the loss of each epoch as it was recorded."""
     record = json.loads((Path(folder) / "plan.json").read_text())
-    metrics = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    metrics = lines(Path(folder) / "metrics.jsonl")
     losses = {one["step"]: one["epoch_loss"] for one in metrics if one.get("epoch_loss") is not None}
     keys = ("exceptions", "sync", "mode", "shares", "averages", "layouts")
     return {key: record.get(key) for key in keys}, losses
@@ -103,9 +103,9 @@ CLASS_WEIGHTS = torch.tensor([5.0, 0.1, 1.0, 2.0, 0.5], dtype=torch.float64)
 
 def _by_fit(world, folder, settings, loss=None):
     flags = {**_flags(settings, world), "run.out": str(folder)}
-    samples = {"train_set": _data(), "test_set": _data()}
+    objects = {"train_set": _data(), "test_set": _data(), "loss": loss}
     mode = resolve_mode(settings.get("parallel.mode", "data"), world)
-    with built(world, _network(world, settings), flags, folder, mode, **samples, loss=loss) as trainer:
+    with built(world, _network(world, settings), flags, folder, mode, **objects) as trainer:
         write_metadata(trainer)
         fit(trainer)
         weights = trainer.network.full_state_dict()
@@ -128,9 +128,8 @@ def _by_loop(world, folder, settings, end_at=-1, loss=None):
             for x, y in samples:
                 first = here._prepared_trainer().progress.step if first is None else first
                 optimizer.zero_grad() if parts else net.zero_grad()
-                here.backward(
-                    *([loss(model(x), y), CLASS_WEIGHTS[y].sum()] if loss else [F.cross_entropy(model(x), y)])
-                )
+                weight = [CLASS_WEIGHTS[y].sum()] if loss else []
+                here.backward((loss or F.cross_entropy)(model(x), y), *weight)
                 optimizer.step()
                 if here._prepared_trainer().progress.step == end_at and not here._has_unfinished_update():
                     here.save()

@@ -1,6 +1,5 @@
 """Which processes agree with each other, over which link, and what keeps local steps in time."""
 
-import json
 import platform
 import time
 from dataclasses import replace
@@ -30,7 +29,7 @@ from manyhands.train.status import SpeedMonitor, StatusRound
 from manyhands.train.step import StepSums
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
-from tests.processes.updates import SyncedNetwork, assert_alike, trained
+from tests.processes.updates import SyncedNetwork, assert_alike, lines, trained
 
 # By rank: (name of its machine, processes there, its local rank there); and the ranks of each machine.
 DEALT = {
@@ -183,8 +182,7 @@ class _Paced:
         return self.steps.pace.every, self.steps.pace.delay
 
     def said(self, kind):
-        lines = self.folder.events.read_text().splitlines() if self.folder.events.exists() else []
-        return [event["message"] for event in map(json.loads, lines) if event["kind"] == kind]
+        return [event["message"] for event in lines(self.folder.events) if event["kind"] == kind]
 
 
 def test_the_pace_follows_the_link(tmp_path):
