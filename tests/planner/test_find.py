@@ -1,6 +1,7 @@
-"""Finding plans: never above those by hand, within memory, with pins kept, and data parallel where that wins."""
+"""Finding plans of networks: never above those by hand, within memory, and data parallel unless it is beaten."""
 
 import itertools
+import math
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -9,7 +10,7 @@ import platformdirs
 import pytest
 import torch
 import torchvision.models as zoo
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,7 +18,7 @@ import manyhands
 from manyhands.core.errors import UserError
 from manyhands.parallel.plan import Plan, plan_from_plain
 from manyhands.parallel.split.strategy import resolve_letters
-from manyhands.planner.choose import DATA_PARALLEL
+from manyhands.planner.choose import DATA_PARALLEL, pick_measured, pick_predicted, time_in_rounds
 from manyhands.planner.collectives import equal_shares
 from manyhands.planner.cost import CostInputs, ShardedOpTimes, sharding_problem
 from manyhands.planner.device_models import REACHED_OPERATIONS, load_device_model
@@ -119,24 +120,6 @@ def test_meshes_without_a_pins_axis_are_left_out():
     assert all("tp" in option.mesh.names for option in found.options if option.allowed)
     assert not found.options[0].allowed
     assert DATA_PARALLEL not in [option.name for option in found.finalists()]
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (SearchRequest(4, 64, pins={"6": "h@dp"}), "6"),
-        (SearchRequest(4, 64, pins={"nothing": "n@dp"}), "nothing"),
-        (SearchRequest(4, 64, pins={"6": "o@elsewhere"}), "elsewhere"),
-        (SearchRequest(4, 64, mesh_of((2,))), "dp=2"),
-        (SearchRequest(4, 2), "train.batch (2) is smaller"),
-        (SearchRequest(1, 2), "two or more processes"),
-    ],
-)
-def test_what_cannot_be_is_said(asked, words):
-    with pytest.raises(UserError) as error:
-        search_plans(HEAVY, asked)
-    assert words in str(error.value)
-    assert error.value.hints
 
 
 def test_memory_is_kept_to():
@@ -309,16 +292,23 @@ class WithIndices(nn.Module):
         return self.last(x * (~self.mask).float())
 
 
-class Draws(nn.Module):
-    """Draws in place, which a made-up input that wants a gradient doesn't take."""
+class Net(nn.Module):
+    """Layers and parameters by name, and a function of them and of the pictures."""
 
-    def __init__(self):
+    def __init__(self, compute, **parts):
         super().__init__()
-        self.last = nn.Linear(4, 3)
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x):
-        x = self.last(x.mean((2, 3)))
-        return x * x.new_empty(x.shape[0], 1).bernoulli_(1.0)
+        return self.compute(self, x)
+
+
+def draws(net, x):
+    """Draws in place, which a made-up input that wants a gradient doesn't take."""
+    x = net.last(x.mean((2, 3)))
+    return x * x.new_empty(x.shape[0], 1).bernoulli_(1.0)
 
 
 def test_buffers_are_read_as_they_are_and_further_arguments_keep_their_defaults(tmp_path):
@@ -330,9 +320,111 @@ def test_buffers_are_read_as_they_are_and_further_arguments_keep_their_defaults(
 
 def test_an_op_that_can_not_be_timed_is_priced_by_its_size_and_named(tmp_path):
     times = OpTimes(folder=tmp_path)
-    found = search_plans(graph_of(Draws(), size=8, channels=4), SearchRequest(2, 8), times)
+    network = Net(draws, last=nn.Linear(4, 3))
+    found = search_plans(graph_of(network, size=8, channels=4), SearchRequest(2, 8), times)
     (note,) = found.notes
     assert note.startswith("bernoulli can't be timed; the cost is estimated from the size (RuntimeError: ")
     assert (len(times.failed), times.estimated) == (1, 1)
     times.save()
     assert all("bernoulli" not in line for line in times.file.read_text().splitlines())
+
+
+def test_layers_are_described_without_computing_them():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    for parameter in network.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    graph = graph_of(network, size=8)
+    assert all(op.batchwise and op.batched for op in graph.ops.values() if op.extents)
+    assert [op.extent.dims for op in graph.ops.values() if op.extents][1:] == [(3, 8, 6, 6)] * 3 + [(3, 288), (3, 4)]
+
+
+def conv(outputs=4):
+    return nn.Conv2d(3, outputs, 1)
+
+
+RAW, MIXES = nn.Parameter(torch.randn(1, 3, 4, 4)), "the network mixes samples"
+
+
+@pytest.mark.parametrize(
+    ("network", "size", "read", "expected"),
+    [
+        # A convolution of parameters is no batch.
+        (
+            Net(lambda net, x: (x * net.conv(net.raw)).flatten(1), raw=RAW, conv=conv(3)),
+            *(4, lambda ops: (ops["conv"].batched, ops["mul"].batchwise), (False, True)),
+        ),
+        # What layers are thought to give shows mixing behind them, and mixing before a layer is seen all the same.
+        (
+            Net(lambda net, x: torch.cumsum(net.first(x) - net.second(x), 0).flatten(1), first=conv(), second=conv()),
+            *(4, lambda ops: (ops["sub"].batchwise, ops["cumsum"].batchwise), (True, False)),
+        ),
+        (
+            Net(lambda net, x: net.conv(x - x.mean(0, keepdim=True)).flatten(1), conv=conv()),
+            *(4, lambda ops: ops["conv"].batchwise, False),
+        ),
+        # What carries from sample to sample mixes them, in either direction.
+        *(
+            (network, 2, lambda ops: ops["loss"].letters["n"], MIXES)
+            for network in (
+                Net(lambda net, x: net.recurrent(x.flatten(1)[:, None])[0][:, 0], recurrent=nn.LSTM(12, 5)),
+                Net(lambda net, x: net.fc(x.flatten(1)).cumsum(0), fc=nn.Linear(12, 5)),
+                Net(lambda net, x: net.fc(x.flatten(1)).flip(0).cumsum(0).flip(0), fc=nn.Linear(12, 5)),
+            )
+        ),
+    ],
+)
+def test_what_mixes_samples_is_seen_op_by_op(network, size, read, expected):
+    assert read(graph_of(network, size).ops) == expected
+
+
+times = st.lists(st.floats(0.01, 10), min_size=3, max_size=9)
+
+
+def test_all_are_timed_in_turns_and_the_first_round_is_not_counted():
+    called = []
+
+    def measure(plan):
+        called.append(plan)
+        return float(len(called))
+
+    seconds = time_in_rounds(["a", "b", "c"], measure, rounds=3)
+    assert called == list("cbaabccbaabc")
+    assert seconds == {"a": [4, 9, 10], "b": [5, 8, 11], "c": [6, 7, 12]}
+
+
+@given(times, st.one_of(st.floats(1.04, 50), st.floats(0.1, 1.02)))
+def test_a_plan_that_is_always_clearly_faster_is_chosen_however_the_machine_slows(base, gain):
+    pick = pick_measured({DATA_PARALLEL: base, "cut": [value / gain for value in base]})
+    assert pick.name == ("cut" if gain > 1.03 else DATA_PARALLEL)
+    assert "cut" in pick.reason
+    assert float(pick.reason.split("measured ")[1].split("x")[0]) == pytest.approx(gain, abs=0.006)
+
+
+@given(times, st.permutations(["a", "b", "c"]), st.randoms())
+def test_the_order_of_the_finalists_does_not_matter(base, names, random):
+    seconds = {name: [random.uniform(0.1, 2) for _ in base] for name in sorted(names)} | {DATA_PARALLEL: base}
+    assert pick_measured(seconds).name == pick_measured({name: seconds[name] for name in [DATA_PARALLEL, *names]}).name
+
+
+def test_a_gain_within_noise_is_none():
+    noisy = [1.0, 3.0, 0.5, 2.8, 0.6, 1.2]
+    pick = pick_measured({DATA_PARALLEL: [1.0] * 6, "cut": noisy})
+    assert pick.name == DATA_PARALLEL
+    assert pick_measured({DATA_PARALLEL: [1.1] * 6, "cut": [1.0, 1.01, 0.99, 1.0, 1.02, 1.0]}).name == "cut"
+
+
+def test_where_data_parallel_cannot_run_the_fastest_is_chosen_and_too_few_rounds_are_refused():
+    pick = pick_measured({DATA_PARALLEL: [math.inf] * 3, "a": [2.0] * 3, "b": [1.0] * 3})
+    assert (pick.name, "can't run" in pick.reason) == ("b", True)
+    for seconds in ({DATA_PARALLEL: [1.0] * 2}, {DATA_PARALLEL: [1.0] * 3, "cut": [1.0] * 4}):
+        with pytest.raises(UserError, match="the same number of times"):
+            pick_measured(seconds)
+
+
+@given(st.floats(0.1, 2), st.floats(0, 1))
+def test_predictions_must_promise_more_than_they_and_timings_vary(seconds, doubtful):
+    slowest = max(1.1 * seconds, seconds + doubtful)
+    assume(abs(slowest - 1) > 1e-9)
+    pick = pick_predicted({DATA_PARALLEL: 1.0, "cut": seconds}, {"cut": doubtful})
+    assert pick.name == ("cut" if slowest < 1 else DATA_PARALLEL)
+    assert pick.name in pick.reason

@@ -87,8 +87,13 @@ def test_is_never_above_an_assignment_that_fits(problem, data):
     assert solution.memory_bytes <= written.memory_bytes
 
 
+NEVER = Problem([[OpCost(1)], [OpCost(1)]], [Edge(0, 1, np.full((1, 1), math.inf))])
+
+
 @settings(max_examples=30)
 @given(st.lists(problems(most_nodes=4, most_choices=3), min_size=1, max_size=4))
+@example([Problem([[OpCost(1)], []]), NEVER, Problem([[OpCost(3)]])])
+@example([Problem([[OpCost(1)], []]), NEVER])
 def test_of_several_meshes_the_best_is_found(several):
     answers, least_bytes = solve_all(several)
     best = [best_by_trying(problem) for problem in several]
@@ -135,13 +140,6 @@ def test_with_a_binding_limit_a_plan_within_a_hundredth_takes_nine_runs_of_the_s
     exact = solve(free)
     assert exact.bound_seconds == exact.seconds
     assert exact.seconds <= solution.seconds
-
-
-def test_of_meshes_those_without_a_choice_are_left_out():
-    never = Edge(0, 1, np.full((1, 1), math.inf))
-    problems = [Problem([[OpCost(1)], []]), Problem([[OpCost(1)], [OpCost(1)]], [never]), Problem([[OpCost(3)]])]
-    assert [answer and answer.seconds for answer in solve_all(problems)[0]] == [None, None, 3]
-    assert solve_all(problems[:2]) == ([None, None], math.inf)
 
 
 @pytest.mark.parametrize("wrong", [OpCost(-1), OpCost(math.nan), OpCost(1, math.inf), OpCost(1, 0, 0, math.nan)])

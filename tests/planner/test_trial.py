@@ -11,7 +11,8 @@ from manyhands.config.load import load_job
 from manyhands.core.world import World
 from manyhands.parallel.plan import Plan
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.trial import PlanCase, PlanRunner, time_plans, verify_plan
+from manyhands.planner.timing import OtherLoad
+from manyhands.planner.trial import PlanCase, PlanRunner, time_plans, time_share, verify_plan
 from manyhands.worker.plan_search import make_plan_case
 from tests.planner.nets import chain, graph_of, loss_fn_of_sums, mesh_of, random_plan
 from tests.processes.ranks import run_on_ranks
@@ -24,6 +25,7 @@ class Tokens(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Conv2d(3, 8, 8, 8), nn.BatchNorm1d(8), nn.Linear(8, 16)
 
     def forward(self, x):
@@ -31,12 +33,7 @@ class Tokens(nn.Module):
         return self.last(self.norm(tokens.flatten(0, 1)).view_as(tokens).mean(1))
 
 
-def _tokens():
-    torch.manual_seed(0)
-    return Tokens()
-
-
-MAKERS = {"tokens": (_tokens, 3), "chain": (chain, 4)}
+MAKERS = {"tokens": (Tokens, 3), "chain": (chain, 4)}
 
 
 def _case(name, make=None):
@@ -105,7 +102,7 @@ def test_any_plan_computes_what_one_process_does_and_what_is_not_the_same_is_nam
 
 
 class _Watched(nn.Module):
-    """Notes how many samples it is given, and in which precision its last layer computes."""
+    """Records each batch that it learns from: the number of samples, the precision and the threads."""
 
     def __init__(self, seen):
         super().__init__()
@@ -114,7 +111,7 @@ class _Watched(nn.Module):
     def forward(self, x):
         out = self.layer(x.flatten(1))
         if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-            self.seen.append((len(x), out.dtype))
+            self.seen.append((len(x), out.dtype, torch.get_num_threads()))
         return out
 
 
@@ -135,5 +132,17 @@ def test_a_trial_computes_in_the_jobs_precision_and_micro_batches(precision, kin
     runner = PlanRunner(case, None, World())
     seen.clear()
     runner.update()
-    assert seen == [(3, kind), (3, kind), (2, kind)]
+    assert seen == [(count, kind, torch.get_num_threads()) for count in (3, 3, 2)]
     assert all(torch.isfinite(parameter).all() for parameter in runner.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "passed"), [(24, 0, 8), (25, 0, 9), (24, 4, 4), (24, 100, 8), (3, 0, 2)]
+)
+def test_the_largest_share_is_timed_or_one_pass_of_it(monkeypatch, batch, micro_batch, passed):
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    seen, before = [], torch.get_num_threads()
+    case = PlanCase(lambda: _Watched(seen), torch.zeros(3, 2, 2), 16, batch, lambda: loss_fn_of_sums)
+    assert time_share(replace(case, micro_batch=micro_batch), 3, before + 1).seconds > 0
+    assert set(seen) == {(passed, torch.float32, before + 1)}
+    assert torch.get_num_threads() == before
