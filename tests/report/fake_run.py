@@ -1,7 +1,6 @@
 """Makes records and run folders as a training run would leave them."""
 
 import math
-import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,6 @@ from manyhands.core import records
 from manyhands.core.phases import PHASES
 from manyhands.core.run_folder import RunFolder
 
-START = 1_795_000_000.0
-DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-
 
 def step_record(step, time=1.0, **more):
     """Of one update among a thousand, in epochs of ten."""
@@ -26,21 +22,20 @@ def step_record(step, time=1.0, **more):
 
 @dataclass
 class FakeRun:
-    """A run that never trained: curves by formula, noise by seed."""
+    """A run that never trained: its curves are formulas."""
 
     path: Path
-    classes: list[str] = field(default_factory=lambda: list(DIGITS))
+    classes: list[str] = field(default_factory="zero one two three four five six seven eight nine".split)
     epochs: int = 30
     steps_per_epoch: int = 100
     record_every: int = 10
-    seed: int = 0
-    time: float = START
+    time: float = 1_795_000_000.0
+    best: float = 0.0
+    saved: int = 0
 
     def __post_init__(self):
         self.folder = RunFolder(self.path)
-        self.random = random.Random(self.seed)
-        self.best = 0.0
-        self.saved = 0
+        self.steps = self.epochs * self.steps_per_epoch
 
     def begin(self, **train):
         """job.toml, env.json, plan.json and the first event."""
@@ -65,86 +60,52 @@ class FakeRun:
 
     def step(self, step, **more):
         """One step record; time passes by."""
-        self.time += self.record_every * (0.07 if self.random.random() < 0.95 else 0.2)
-        part = step / (self.epochs * self.steps_per_epoch)
-        noise = self.random.gauss(0, 0.08)
-        record = step_record(
-            step,
-            self.time,
-            epoch=step // self.steps_per_epoch,
-            step_in_epoch=step % self.steps_per_epoch,
-            steps_per_epoch=self.steps_per_epoch,
-            total_steps=self.epochs * self.steps_per_epoch,
-            loss=2.2 * math.exp(-3 * part) + 0.15 + abs(noise) * 1.2,
-            top1=max(0.0, min(1.0, 0.95 - 0.8 * math.exp(-4 * part) + noise / 2)),
-            learning_rate=0.1 * min(1, part * 20) * (0.5 + 0.5 * math.cos(math.pi * part)),
-            images_per_s=1840 + self.random.gauss(0, 60) - (600 if self.random.random() < 0.03 else 0),
-            samples=self.record_every * 128,
-            data_share=max(0.0, self.random.gauss(0.15, 0.04)),
-            saved_step=self.saved,
-            **more,
-        )
-        records.append(self.folder.metrics, record)
+        self.time += self.record_every * 0.07
+        part, (epoch, step_in_epoch) = step / self.steps, divmod(step, self.steps_per_epoch)
+        figures = {
+            "epoch": epoch, "step_in_epoch": step_in_epoch, "steps_per_epoch": self.steps_per_epoch,
+            "total_steps": self.steps, "loss": 2.2 * math.exp(-3 * part), "top1": 0.95 - 0.8 * math.exp(-4 * part),
+            "learning_rate": 0.1 * min(1, part * 20) * (0.5 + 0.5 * math.cos(math.pi * part)),
+            "images_per_s": 1800 + step % 130, "samples": self.record_every * 128, "data_share": 0.15,
+            "saved_step": self.saved,
+        }  # fmt: skip
+        records.append(self.folder.metrics, step_record(step, self.time, **figures, **more))
 
     def save(self, step):
         self.saved = step
         self.event("saved", step=step, message=f"checkpoints/step-{step:08d}")
 
-    def evaluate(self, step):
-        """One evaluation with its counts."""
+    def evaluate(self, step, each=40):
+        """One evaluation with its counts: some of each class pass for the next one. The last isn't the best."""
         self.time += 1.5
-        part = step / (self.epochs * self.steps_per_epoch)
-        right = 0.93 - 0.75 * math.exp(-4.5 * part)
-        detail = self.detail(step, right)
-        best = detail.top1 > self.best
-        self.best = max(self.best, detail.top1)
-        figures = {name: getattr(detail, name) for name in ("time", "epoch", "step", "count", "loss", "top1", "top5")}
-        records.append(self.folder.metrics, records.EvaluationMetrics(**figures, best=best, seconds=1.5))
-        records.write_json(self.folder.evaluations / "last.json", detail)
-        if best:
-            records.write_json(self.folder.evaluations / "best.json", detail)
-
-    def detail(self, step, right, each=40):
         counts, number = Counter(), len(self.classes)
         for true in range(number):
-            ease = right - 0.25 * ((true * 7) % 10 == 3) + 0.02 * ((true * 3) % 5)
-            for _ in range(each):
-                near = (true + self.random.choice([1, 1, 1, -1, 5])) % number
-                counts[true, true if self.random.random() < ease else near] += 1
-        total = number * each
-        hits = sum(counts[true, true] for true in range(number))
-        return records.EvaluationDetail(
-            time=self.time,
-            epoch=step // self.steps_per_epoch,
-            step=step,
-            count=total,
-            top1=hits / total,
-            top5=min(1.0, hits / total + 0.06),
-            loss=1.9 * (1 - hits / total) + 0.1,
-            classes=self.classes,
-            confusion=[(true, guess, count) for (true, guess), count in sorted(counts.items())],
-        )
+            right = 0.93 - 0.75 * math.exp(-4.5 * step / self.steps) - 0.02 * (true % 5) - 0.05 * (step == self.steps)
+            counts[true, true] += (hits := round(each * right))
+            counts[true, (true + 1) % number] += each - hits
+        top1 = sum(counts[true, true] for true in range(number)) / (each * number)
+        figures = {"time": self.time, "epoch": step // self.steps_per_epoch, "step": step, "count": each * number,
+                   "top1": top1, "top5": min(1.0, top1 + 0.06), "loss": 2 - 1.9 * top1}  # fmt: skip
+        confusion = [(*cell, count) for cell, count in sorted(counts.items()) if count]
+        detail = records.EvaluationDetail(**figures, classes=self.classes, confusion=confusion)
+        best, self.best = top1 > self.best, max(top1, self.best)
+        records.append(self.folder.metrics, records.EvaluationMetrics(**figures, best=best, seconds=1.5))
+        for name in ("last", "best")[: 1 + best]:
+            records.write_json(self.folder.evaluations / f"{name}.json", detail)
 
     def train(self, first=0, last=None):
-        """Steps, evaluations and saves after update `first` up to `last`."""
-        last = self.epochs * self.steps_per_epoch if last is None else last
+        """Steps, evaluations, saves and times of phases after update `first` up to `last`."""
+        last = self.steps if last is None else last
         for step in range(first + 1, last + 1):
             if step % self.record_every == 0 or step == last:
                 self.step(step)
             if step % self.steps_per_epoch == 0:
                 self.evaluate(step)
                 self.save(step)
-                self.tell(step)
+                seconds = {phase: [number, number + 0.1] for number, phase in enumerate(PHASES)}
+                times = {"epoch": step // self.steps_per_epoch, "step": step, "seconds": seconds}
+                records.append(self.folder.metrics, records.PhaseMetrics(time=self.time, **times))
         return self
-
-    def tell(self, step):
-        """What the two processes spent the epoch on."""
-        shares = {"data": 1.1, "compute": 4.2, "communication": 0.9, "update": 0.4, "evaluation": 1.5, "saving": 0.1}
-        seconds = {phase: [self.random.gauss(shares.get(phase, 0.02), 0.01) for _ in range(2)] for phase in PHASES}
-        epoch = step // self.steps_per_epoch
-        records.append(
-            self.folder.metrics, records.PhaseMetrics(time=self.time, epoch=epoch, step=step, seconds=seconds)
-        )
 
     def resume(self, step, pause=3600.0):
         self.time += pause
@@ -153,7 +114,7 @@ class FakeRun:
 
     def finish(self):
         self.time += 1
-        self.event("finished", step=self.epochs * self.steps_per_epoch)
+        self.event("finished", step=self.steps)
         return self
 
     def fail(self, rank=1, *, consequence=False, step=None):
@@ -170,10 +131,6 @@ class FakeRun:
 
 def complete(path, **settings):
     """A run with everything: a crash and a resume, a warning, a finish."""
-    run = FakeRun(path, **settings).begin()
-    total = run.epochs * run.steps_per_epoch
-    run.train(0, total * 45 // 100)
-    run.event("warning", message="n2 waits 34 % of its time for data: raise data.workers", step=total * 45 // 100)
-    run.resume(total * 40 // 100 // run.steps_per_epoch * run.steps_per_epoch)
-    run.train(total * 40 // 100 // run.steps_per_epoch * run.steps_per_epoch)
-    return run.finish()
+    run = FakeRun(path, epochs=10, **settings).begin().train(0, 450)
+    run.event("warning", message="n2 waits 34 % of its time for data: raise data.workers", step=450)
+    return run.resume(400).train(400).finish()

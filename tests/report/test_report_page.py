@@ -42,9 +42,6 @@ class Structure(HTMLParser):
         if tag not in self.EMPTY:
             assert self.open.pop() == tag
 
-    def handle_startendtag(self, tag, attributes):
-        self.ids += [value for name, value in attributes if name == "id"]
-
 
 def structure(page):
     parser = Structure()
@@ -57,7 +54,7 @@ def structure(page):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("finished")
-    complete(path, epochs=10, classes=["飞机", "<script>alert(1)</script>", "$x_1$", "&amp;", '" id="x', "f", "g"])
+    complete(path, classes=["飞机", "<script>alert(1)</script>", "$x_1$", "&amp;", '" id="x', "f", "g"])
     write_report(path)
     return path
 
@@ -210,9 +207,7 @@ SPOILT = {
     "half a character": (
         "events", lambda text: text + '{"v": 1, "time": 9, "kind": "warning", "message": "\\ud800"}\n'
     ),
-
     "an infinite share": ("metrics", lambda text: text.replace('"data_share":', '"data_share":1e999, "x":')),
-
     "a pipe": ("events", None),
 }  # fmt: skip
 
@@ -263,6 +258,6 @@ def test_letters_get_fonts_that_have_them():
 def test_letters_that_no_font_has_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drawing, "_installed_fonts", list)
     assert fonts_for(["a猫狗a"]) == (["DejaVu Sans"], "狗猫")
-    complete(tmp_path, epochs=10, classes=["猫", "b"])
+    complete(tmp_path, classes=["猫", "b"])
     assert "no font on this machine has 猫" in write_report(tmp_path).read_text()
     assert "no font on this machine has 猫" in capsys.readouterr().err
