@@ -29,7 +29,7 @@ from manyhands.cluster.messages import CallResult, call, decode, encode, perform
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.run.doctor import diagnose, survey_agents
-from tests.e2e.command import QUICK, assert_one_screen, inside, run, wait_until
+from tests.e2e.command import QUICKLY, done, inside, refused, start, wait_until
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
     assert set(diagnose(job, print).survey.needs.files) == {"own.py", "rates.py", "figures.py"}
 
 
-def test_missing_data_and_a_port_in_use_fail_and_are_shown_on_the_screen(tmp_path):
+def test_missing_data_and_a_port_in_use_fail_and_are_shown_on_the_screen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        done = run("doctor", "./pets", "mlp", "--set", f"cluster.init=tcp://127.0.0.1:{port}", cwd=tmp_path)
-    assert done.code == 3
+        shown = done("doctor ./pets mlp --set", f"cluster.init=tcp://127.0.0.1:{port}", by=inside, code=3).out
     said = (f"the data {tmp_path / 'pets'} is missing", f"port {port}", str(os.getpid()), "already in use")
-    assert all(words in done.out for words in said), done.out
-    assert "would fail" in done.out.splitlines()[-1]
+    assert all(words in shown for words in said), shown
+    assert "would fail" in shown.splitlines()[-1]
 
 
 @pytest.fixture
@@ -138,17 +138,15 @@ def attempts(probe, *targets):
     return ask(probe, call(Probe.connect, {"n2": targets}, timeout_s=2))["n2"]
 
 
-def test_a_listener_is_reached_and_what_is_measured_went_through(probe):
-    (attempt,) = attempts(probe, listen(probe))
-    assert (attempt.result, attempt.local) == ("ok", "127.0.0.1")
-    assert attempt.latency_ms > 0
-    assert ask(probe, call(Probe.measure, listen(probe), 0.2)) > 1
-
-
-def test_another_token_is_another_machine(probe):
-    one, two = listen(probe), listen(probe)
-    assert [a.result for a in attempts(probe, replace(one, token=two.token), two)] == ["other", "ok"]
-    assert ask(probe, call(Probe.measure, replace(one, token="00" * 16), 0.2)) is None
+def test_a_listener_is_reached_and_measured_by_its_address_and_token_alone(probe):
+    one, two = listen(probe), listen(probe, "127.0.0.2")
+    foreign, elsewhere = replace(one, token=two.token), replace(two, address="127.0.0.3")
+    tried = attempts(probe, one, two, foreign, elsewhere)
+    assert [attempt.result for attempt in tried] == ["ok", "ok", "other", "refused"]
+    assert tried[0].local == "127.0.0.1"
+    assert tried[0].latency_ms > 0
+    assert ask(probe, call(Probe.measure, one, 0.2)) > 1
+    assert ask(probe, call(Probe.measure, foreign, 0.2)) is None
 
 
 def test_a_program_that_speaks_first_is_another(probe):
@@ -164,11 +162,6 @@ def test_a_program_that_speaks_first_is_another(probe):
         thread.start()
         assert attempts(probe, Listener("127.0.0.1", server.getsockname()[1], "00" * 16))[0].result == "other"
         thread.join()
-
-
-def test_only_the_addresses_asked_for_are_listened_on(probe):
-    target = listen(probe, "127.0.0.2")
-    assert [a.result for a in attempts(probe, target, replace(target, address="127.0.0.3"))] == ["ok", "refused"]
 
 
 @pytest.mark.slow
@@ -203,19 +196,15 @@ input()
 """
 
 
-def listening(*words):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", LISTENS, *words], **pipes)
-
-
 def test_only_what_processes_of_manyhands_listen_on_is_named():
-    with listening("manyhands.worker.entry") as ours, listening("another") as theirs, socket.create_server(("", 0)):
+    with contextlib.ExitStack() as stack, socket.create_server(("", 0)):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        lines = [[sys.executable, "-c", LISTENS, word] for word in ("manyhands.worker.entry", "another")]
+        ours, theirs = (stack.enter_context(subprocess.Popen(line, **pipes)) for line in lines)
         port, other = int(ours.stdout.readline()), int(theirs.stdout.readline())
         found = {each.port: each for each in Probe().open_ports()}
         assert (found[port].address, found[port].lets_in, found[port].pid) == ("127.0.0.1", True, ours.pid)
         assert other not in found
-        ours.communicate("")
-        theirs.communicate("")
 
 
 CARDS = ("accelerators", "cards", "torch_devices")
@@ -356,39 +345,26 @@ def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_pat
     package, reported = tmp_path / "torchvision", tmp_path / "torchvision-0.1.0.dist-info"
     package.mkdir()
     reported.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    (package / "__init__.py").write_text(broken)
     metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==2.1.0\n"
     (reported / "METADATA").write_text(metadata)
     said = ("torchvision 0.1.0 is for torch 2.1.0", "operator torchvision::nms does not exist")
-    trained = run("train", "digits", "mlp", *QUICK, "--set", "train.compile=true", cwd=tmp_path,
-                  PYTHONPATH=str(tmp_path))  # fmt: skip
-    assert trained.code
-    assert_one_screen(trained.err)
-    assert all(words in trained.err for words in said), trained.err
+    job = f"train digits mlp {QUICKLY} --set train.compile=true"
+    refused(job, by=start, says=said, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = gather_facts(FactsWanted(only=("torchvision",)))["torchvision"]
     assert all(words in found for words in said), found
     (package / "__init__.py").write_text("")
     assert gather_facts(FactsWanted(only=("torchvision",)))["torchvision"] == ""
-
-
-def test_a_torchvision_of_another_build_is_tried_and_none_is_needed(tmp_path, monkeypatch):
-    """Its version and the torch that it asks for are right."""
+    # One of another build is tried too, although its version and the torch that it asks for are right; none is needed.
+    (package / "__init__.py").write_text(broken)
     of = {"torch": "2.15.0+cpu", "torchvision": "0.30.0"}
-    monkeypatch.setattr(fact_module.metadata, "version", lambda name: of.get(name, "1.0"))
+    monkeypatch.setattr(fact_module, "_version", lambda name: of.get(name, ""))
     monkeypatch.setattr(fact_module.metadata, "requires", lambda _name: ["torch==2.15.0"])
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = "torchvision 0.30.0 is a different build and can't be imported with torch 2.15.0+cpu"
-    assert said in fact_module.torchvision_import_error()
-    of["torch"] = "2.15.0"
-    assert fact_module.torchvision_import_error() == ""
-
-    def version(name):
-        if name == "torch":
-            return "2.15.0+cpu"
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(fact_module.metadata, "version", version)
-    assert fact_module.torchvision_import_error() == ""
+    another = "torchvision 0.30.0 is a different build and can't be imported with torch 2.15.0+cpu"
+    assert another in fact_module.torchvision_import_error()
+    for change in ({"torch": "2.15.0"}, {"torch": "2.15.0+cpu", "torchvision": ""}):
+        of |= change
+        assert fact_module.torchvision_import_error() == ""
