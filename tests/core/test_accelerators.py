@@ -8,7 +8,7 @@ import importlib.util
 import io
 import json
 import multiprocessing
-import traceback
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -93,35 +93,11 @@ def become(kind, tested, cards=2):
     devices.TESTED_DEVICES = (kind,) if tested else ()
 
 
-def forked(function, *arguments):
-    """What a function returns in a fork of this process."""
-    ours, theirs = multiprocessing.Pipe()
-
-    def run():
-        try:
-            theirs.send((function(*arguments), ""))
-        except BaseException:  # noqa: BLE001 - it is shown by the test
-            theirs.send((None, traceback.format_exc()))
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    found, error = ours.recv() if ours.poll(60) else (None, "no answer")
-    process.join()
-    assert not error, error
-    return found
-
-
-def on(kind, tested=False, cards=2):
-    """Runs what follows on a machine with such devices, and brings back what it returns."""
-
-    def run(function, *arguments):
-        def inside():
-            become(kind, tested, cards)
-            return function(kind, *arguments)
-
-        return forked(inside)
-
-    return run
+def on(kind, function, *arguments, tested=False, cards=2):
+    """Calls a function in a fork of this process, for which this machine has such devices; returns its result."""
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, become, (kind, tested, cards)) as executor:
+        return executor.submit(function, kind, *arguments).result(60)
 
 
 def _meaning(kind):
@@ -183,13 +159,13 @@ def _beyond_defaults(kind):
     return {"resident": resident[1], "resident though too large": too_large, "passes": len(runs)}
 
 
-def _served(kind, source, workers):
+def _served(kind, name, workers):
     """Batches of a source, and how its pictures and labels came to the device."""
     loading._on_device = lambda images, device: images  # as if it were too large
     copies = Copies(kind)
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
-    loader = open_loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
+    loader = open_loader(SOURCES[name], PIXELS, train=True, seed=5, device=kind, workers=workers)
     copies.made.clear()  # what normalizing needs
     batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
     loader.close()
@@ -209,16 +185,16 @@ def _without_cards(kind):
 def test_devices_are_found_and_given_out_and_without_one_the_processor_computes(kind):
     wanted = {"accelerator": True, "each process its own": True, "the second alone": True, "what the doctor counts": 2}
     # A type emulates bf16 or has it.
-    assert on(kind)(_meaning) == {**wanted, "bf16": kind != "cuda"}
-    assert on(kind, cards=0)(_without_cards) == (kind, "cpu", "cpu")
+    assert on(kind, _meaning) == {**wanted, "bf16": kind != "cuda"}
+    assert on(kind, _without_cards, cards=0) == (kind, "cpu", "cpu")
 
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("tested", [False, True])
 def test_memory_and_precision_are_on_everywhere_and_what_is_not_torchs_default_once_a_type_is_tested(kind, tested):
     wanted = {"resident": int(tested), "resident though too large": 0, "passes": 1 if tested else 4}
-    assert on(kind, tested)(_beyond_defaults) == wanted
-    found = on(kind, tested)(_figures)
+    assert on(kind, _beyond_defaults, tested=tested) == wanted
+    found = on(kind, _figures, tested=tested)
     # Of what is free with what torch has in reserve, half may go to more than an equal share of 50.
     assert found.pop("most samples") == 50 + 50 * (FREE + RESERVED - HELD) // (2 * HELD)
     assert found == dict.fromkeys(found, True)
@@ -236,7 +212,7 @@ SOURCES = {
 )
 def test_batches_are_served_through_pinned_memory(kind, name, workers):
     plain = open_loader(SOURCES[name], PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
-    served, copied = on(kind)(_served, SOURCES[name], workers)
+    served, copied = on(kind, _served, name, workers)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
     assert {*copied} == {(True, True)}
 

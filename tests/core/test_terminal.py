@@ -22,7 +22,6 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def test_what_a_terminal_obeys_is_left_out_and_the_words_stay():
     assert plain(EVIL) == "abc2Jdedfg | h | i | jklmn"
-
     assert plain("名字 العربية 👩\u200d🔬") == "名字 العربية 👩\u200d🔬"
     assert plain_lines("one\r\n\x1b[2Jtwo\n  three") == "one\ntwo\n  three"
 
