@@ -21,13 +21,13 @@ def _trained(layer, groups, group, images, slope, *, once):
     groups.begin_micro_batch(share.spans, share.shared_groups, len(images), len(images))
     for one in (images, *layer.parameters()):
         one.grad = None
-    groups.layers[0].seen = None
+    groups.layers[0].accumulated = None
     with mock.patch.object(norm, "is_tested_accelerator", return_value=once):
         output = layer(images)
         output.backward(slope)
     return {
         "output": output.detach(), "input": images.grad, "weight": layer.weight.grad, "bias": layer.bias.grad,
-        "seen": groups.layers[0].seen,
+        "seen": groups.layers[0].accumulated,
     }  # fmt: skip
 
 
