@@ -51,8 +51,7 @@ def _ours(out, words, device):
     """Images a second after the first epoch, and seconds from the command to the first update."""
     began = time.time()
     half = ["--set", f"train.precision={'bf16' if device != 'cpu' else 'fp32'}", "--set", "train.channels_last=true"]
-    ended = command.run("train", *words, "--device", device, "--out", out, *half, *QUIET)
-    assert ended.code == 0, ended.err[-3000:]
+    command.done(["train", *words, "--device", device, "--out", out, *half, *QUIET], by=command.start)
     rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step" and row["step"] > row["steps_per_epoch"]]
     seconds = sum(row["samples"] / row["images_per_s"] for row in steps)
@@ -97,8 +96,7 @@ def resnet50_at_224_from_packed(device):
             for number in range(pictures // 2):
                 pattern = torch.randint(0, 256, (8, 8, 3), dtype=torch.uint8).numpy()
                 Image.fromarray(pattern).resize((256, 256), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg")
-    packed = command.run("pack", "pictures")
-    assert packed.code == 0, packed.err[-3000:]
+    command.done("pack pictures", by=command.start)
     words = ["pictures", "torchvision:resnet50", "--batch", batch, "--epochs", epochs, "--set",
              f"data.image_size={size}"]  # fmt: skip
     return _beside(device, words, models.resnet50, (batch, 3, size, size), 2, 30 if device != "cpu" else 2)
@@ -110,8 +108,7 @@ def _cifar10(device, *words):
         raise Skip("needs an accelerator")
     if "MANYHANDS_DATA" not in os.environ:
         raise Skip("needs CIFAR-10: MANYHANDS_DATA names the folder that has it")
-    ended = command.run("train", "cifar10", *words, "--device", device, "--out", "run", *QUIET[:2])
-    assert ended.code == 0, ended.err[-3000:]
+    command.done(["train", "cifar10", *words, "--device", device, "--out", "run", *QUIET[:2]], by=command.start)
     rows = [json.loads(line) for line in Path("run", "metrics.jsonl").read_text().splitlines()]
     seen = [row for row in rows if row["kind"] == "evaluation"]
     first = command.events("run", "first-step")[0]["time"]

@@ -169,11 +169,6 @@ def stop(process, number=signal.SIGTERM, code=75, says=()):
     return finish(process, code, says)
 
 
-def run(*arguments, **others):
-    """Runs a command to its end, in a Python of its own."""
-    return finish(start(*arguments, **others))
-
-
 def inside(*arguments):
     """Runs a command to its end within this process; agents are forks of it."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from scripts.gpu_wheels import NAMES, pinned
 
-from tests.docs.pages import ROOT
+from tests.docs.test_examples import ROOT
 from tests.gpu import __main__ as harness
 from tests.gpu import cases
 from tests.gpu.result import ResultFile, nameless
@@ -77,6 +77,12 @@ def test_the_wheels_are_all_that_is_needed_beside_torch():
     needed.remove("manyhands")
     assert needed <= set(NAMES), needed - set(NAMES)
     assert len(pinned(ROOT / "constraints.txt")) == len(NAMES)
+
+
+@pytest.mark.slow
+def test_cases_are_imported_without_pytest():
+    hidden = "import sys; sys.modules['pytest'] = None; import tests.gpu.cases"
+    subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, check=True)
 
 
 @pytest.mark.slow
