@@ -2,103 +2,111 @@
 
 A block after `<!-- file: NAME -->` is written to that file; one after `<!-- test -->` is run, line by line. After
 `<!-- test: slow -->` it belongs to the slow tests, after `<!-- test: slow together -->` its lines run at the same time.
-The Chinese pages hold the same blocks but for comments, so
-that the English ones are run alone.
+The Chinese pages hold the same blocks but for comments, so that the English ones are run alone.
 """
 
 import ast
+import contextlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from manyhands.cli.main import main, make_app
 from manyhands.config.load import load_job
 from manyhands.parallel.options import ParallelOptions
-from tests.docs.pages import ROOT, all_pages, blocks, chinese_of, commands, english_pages, links, table_commands
+from tests.e2e.command import finish, running, shell
 from tests.fork_server import fork_variables
 
-SECONDS = 250
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+# Those that have a Chinese counterpart.
+ENGLISH = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 RECIPES = ROOT / "docs" / "guides" / "recipes.md"
 MODES = ROOT / "docs" / "guides" / "several-processes.md"
 # What stands for data that has no name of its own.
 EXAMPLES = {"file.py": "data.py:make", "fit(…)": "objects", "图": "./pictures", "a": "./pictures"}
+BLOCK = re.compile(r"(?:<!-- ([^>]*?) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    mark: str  # the comment before it, such as "test", "test: together" or "file: data.py"; empty if there is none
+    language: str  # the word behind the fence
+    text: str
+
+    @property
+    def lines(self):
+        """Lines without comments and empty ones; what a reader of either language types."""
+        joined = re.sub(r"\\\n\s*", " ", self.text)
+        return [kept for line in joined.splitlines() if (kept := re.sub(r"(^|\s+)#.*$", "", line).rstrip())]
+
+
+def blocks(page):
+    """The fenced blocks of a page, in order."""
+    return [Block(*found) for found in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def chinese_of(page):
+    return ROOT / "README.zh-CN.md" if page.name == "README.md" else ROOT / "docs" / "zh" / "guides" / page.name
+
+
+def table_commands(page):
+    """The arguments of each `manyhands …` in a page's tables, as text."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    return [command for row in rows for command in re.findall(r"`manyhands ([^`]+)`", row)]
+
+
+def commands(page):
+    """Those of its tables and shell blocks, also behind `python -m` and torchrun."""
+    lines = [line for block in blocks(page) if block.language in {"sh", "console"} for line in block.lines]
+    typed = (re.match(r"(?:\$ )?(?:\S.* -m )?manyhands (.*)", line) for line in lines)
+    return [*table_commands(page), *(match[1] for match in typed if match)]
 
 
 def _name(page):
     return str(page.relative_to(ROOT))
 
 
-def _pages_with(mark):
-    return [page for page in english_pages() if any(block.mark.startswith(mark) for block in blocks(page))]
-
-
-def _soon_or_slow(page):
+def _pages_with(mark, *, slow):
     """The README's examples belong to the fast tests; those of all guides together take a minute."""
-    return pytest.param(page, id=_name(page), marks=[] if page.parent == ROOT else pytest.mark.slow)
+    for page in ENGLISH:
+        if any(block.mark.startswith(mark) for block in blocks(page)):
+            marks = [pytest.mark.slow] if slow or page.parent != ROOT else []
+            yield pytest.param(page, slow, id=_name(page) + " slow" * slow, marks=marks)
 
 
-@pytest.mark.parametrize("page", [_soon_or_slow(page) for page in _pages_with("test")])
-def test_examples_run(page, tmp_path):
-    _run_marked(page, tmp_path, slow=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(4 * SECONDS)
-@pytest.mark.parametrize("page", _pages_with("test: slow"), ids=_name)
-def test_slow_examples_run(page, tmp_path):
-    _run_marked(page, tmp_path, slow=True)
-
-
-def _run_marked(page, folder, *, slow):
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("page", "slow"), [*_pages_with("test", slow=False), *_pages_with("test: slow", slow=True)])
+def test_examples_run(page, slow, tmp_path):
     for block in blocks(page):
         kind, _, words = block.mark.partition(": ")
         if kind == "file":
-            (folder / words).write_text(block.text, encoding="utf-8")
+            (tmp_path / words).write_text(block.text, encoding="utf-8")
         elif kind == "test" and ("slow" in words) == slow:
-            _run(block.lines, folder, {} if page.parent == ROOT else fork_variables(), together="together" in words)
+            _run(block.lines, tmp_path, {} if page.parent == ROOT else fork_variables(), together="together" in words)
 
 
 def _run(lines, folder, variables, *, together):
-    """Runs shell lines as a reader would, with this Python's own programs; the guides' commands are forks."""
-    programs = Path(sys.executable).parent
-    environment = {
-        **os.environ,
-        **variables,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "MANYHANDS_CLUSTER__DEVICE": "cpu",
-        "MANYHANDS_RUN__REPORT": "false",  # its pictures take a second each time; fit.py draws one
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-    waiting = []
-    for number, line in enumerate(lines):
-        with (folder / f"output-{number}").open("w+b") as output:
-            process = subprocess.Popen(
-                ["bash", "-c", line], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
-            waiting.append((line, process, Path(output.name)))
-        if not together:
-            _finish(waiting)
-    _finish(waiting)
+    """Runs shell lines as a reader would; the guides' commands are forks."""
+    path = os.pathsep.join([str(ROOT / "src"), variables.get("PYTHONPATH", "")])
+    variables = {**variables, "MANYHANDS_CLUSTER__DEVICE": "cpu", "PYTHONPATH": path}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for line in lines:
+            started.append(stack.enter_context(running(line, by=shell, cwd=folder, **variables)))
+            if not together:
+                finish(started[-1], code=0)
+        for process in started if together else ():
+            finish(process, code=0)
 
 
-def _finish(waiting):
-    try:
-        for line, process, output in waiting:
-            code = process.wait(SECONDS)
-            assert code == 0, f"{line}\nended with {code}:\n{output.read_text(errors='replace')}"
-    finally:
-        for _, process, _ in waiting:
-            process.kill()
-            process.wait()
-    waiting.clear()
-
-
-@pytest.mark.parametrize("page", english_pages(), ids=_name)
+@pytest.mark.parametrize("page", ENGLISH, ids=_name)
 def test_both_languages_hold_the_same_commands(page):
     def typed(path):
         return [(b.mark, b.language, b.lines) for b in blocks(path) if b.language]
@@ -107,34 +115,27 @@ def test_both_languages_hold_the_same_commands(page):
     assert table_commands(page) == table_commands(chinese_of(page))
 
 
-@pytest.mark.parametrize("page", all_pages(), ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_command_parses(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block in blocks(page):
         if block.mark == "file: job.toml":
             Path("job.toml").write_text(block.text, encoding="utf-8")
     for command in commands(page):
-        _parse(shlex.split(command.replace("$PWD", str(tmp_path))))
+        arguments = shlex.split(command.replace("$PWD", str(tmp_path)))
+        if arguments[0] in {"train", "imagenet"}:  # as far as their configuration
+            with pytest.raises(SystemExit) as ended:
+                main(arguments if "--show-config" in arguments else [arguments[0], "--show-config", *arguments[1:]])
+            assert ended.value.code == 0
+        else:  # flags and the number of arguments
+            make_app().parse_args(arguments, exit_on_error=False, print_error=False)
 
 
-def _parse(arguments):
-    """`train` and `imagenet` go as far as their configuration; of the others the flags and their number are checked."""
-    if arguments[0] not in {"train", "imagenet"}:
-        make_app().parse_args(arguments, exit_on_error=False, print_error=False)
-        return
-    with pytest.raises(SystemExit) as ended:
-        main(arguments if "--show-config" in arguments else [arguments[0], "--show-config", *arguments[1:]])
-    assert ended.value.code == 0
-
-
-@pytest.mark.parametrize("page", all_pages(), ids=_name)
-def test_links_lead_somewhere(page):
-    missing = [target for target in links(page) if not (page.parent / target).exists()]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", all_pages(), ids=_name)
-def test_python_blocks_are_python(page):
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere_and_python_blocks_are_python(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [target for target, _ in re.findall(r"\]\(([^)\s#]+)(#[^)\s]*)?\)", text) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
     for block in blocks(page):
         if block.language == "python":
             compile(block.text, _name(page), "exec")
@@ -150,27 +151,18 @@ def test_the_reference_is_up_to_date():
         assert path.read_text(encoding="utf-8") == text, f"run scripts/build_reference.py: {path} is out of date"
 
 
-def rows(page):
-    """The cells of the first table whose third column is a number."""
-    lines = [line.strip("|").split("|") for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
-    cells = [[cell.strip() for cell in line] for line in lines]
-    return [row for row in cells if len(row) == 7 and row[2].isdecimal()]
-
-
-def data_of(cell):
-    known = re.match(r"`([\w-]+)`$", cell)
-    return known[1] if known else next(data for word, data in EXAMPLES.items() if cell.strip("`").startswith(word))
-
-
 @pytest.mark.parametrize("page", [RECIPES, chinese_of(RECIPES)], ids=["en", "zh"])
 def test_the_recipes_are_those_of_the_table(page):
-    found = rows(page)
+    lines = [line.strip("|").split("|") for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    found = [[cell.strip() for cell in line] for line in lines if len(line) == 7 and line[2].strip().isdecimal()]
     assert len(found) == 11
     for data, network, epochs, batch, rate, schedule, augmentation in found:
+        known = re.match(r"`([\w-]+)`$", data)
+        base = known[1] if known else next(EXAMPLES[word] for word in EXAMPLES if data.strip("`").startswith(word))
         name = network.strip("`") if network.startswith("`") else ""
-        job = load_job({"data.name": data_of(data), "model.name": name or None}, environment={}).job
+        job = load_job({"data.name": base, "model.name": name or None}, environment={}).job
         # The network is the recipe's own, where it has one; with several of them any may be named.
-        alone = load_job({"data.name": data_of(data)}, environment={}).job
+        alone = load_job({"data.name": base}, environment={}).job
         assert not name or name in {alone.model.name, "mlp", "cnn"}, data
         assert (job.train.epochs, job.train.batch, job.train.lr) == (int(epochs), int(batch), float(rate)), data
         assert schedule.startswith(job.train.schedule), data
@@ -197,8 +189,8 @@ def test_each_fault_has_tests_and_they_exist():
             assert not name or name.partition("[")[0] in defined, f"row {number}: {path}::{name}"
 
 
-def _texts_of_the_source():
-    """Every string of the package, with an ellipsis for each value (or several values in a row)."""
+def test_the_messages_that_the_chinese_page_explains_are_those_of_the_source():
+    """In which an ellipsis stands for each value, or several values in a row."""
     texts = set()
     for path in (ROOT / "src/manyhands").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -207,14 +199,9 @@ def _texts_of_the_source():
                 texts.add(re.sub("…+", "…", "".join(map(str, parts))))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.add(node.value)
-    return texts
-
-
-def test_the_messages_that_the_chinese_page_explains_are_those_of_the_source():
     page = (ROOT / "docs/zh/guides/messages.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(quoted) >= 25
-    texts = _texts_of_the_source()
     assert [message for message in quoted if not any(message in text for text in texts)] == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from tests.docs.pages import ROOT, blocks
+from tests.docs.test_examples import ROOT, blocks
 from tests.e2e.command import finish, start
 
 FILES = {block.mark.removeprefix("file: "): block.text for block in blocks(ROOT / "CONTRIBUTING.md") if block.mark}
