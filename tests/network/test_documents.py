@@ -8,12 +8,18 @@ import re
 import pytest
 import torch
 
+from manyhands.cluster.hosts.formats import rank_table
+from manyhands.cluster.hosts.inventory import Cluster, Machine
 from tests.e2e.command import PIPES, assert_one_screen, events, finish, metrics, processes_of, training, typed
-from tests.e2e.test_documents import table_of
 from tests.fork_server import fork_variables
 
 pytestmark = pytest.mark.timeout(400)
 DIGITS = "digits mlp --epochs 1 --out run"
+
+
+def table_of(lab, cards):
+    """A rank table of the first two hosts; tests/cluster/test_rank_table.py reads those that others write."""
+    return rank_table.write(Cluster(tuple(Machine(lab.address(host), cards) for host in (1, 2))))[0]
 
 
 @pytest.fixture
@@ -159,7 +165,7 @@ def test_002_the_command_once_on_each_machine(way, lab, names_as_in_debian, type
 @pytest.mark.slow
 def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, here):
     """With 16 cards, as in the document."""
-    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 8))
+    (here / "table.json").write_text(table_of(lab, 8))
     explained = type_everywhere(2, "manyhands explain --rank-table ../table.json --json")
     for k, ended in enumerate(explained):
         (found,) = reported(ended)
@@ -172,7 +178,7 @@ def test_003_the_same_command_on_two_servers_of_a_table(lab, type_everywhere, he
 
 @pytest.mark.slow
 def test_003_a_server_that_is_not_started_is_named(lab, type_on, here):
-    (here / "table.json").write_text(table_of([lab.address(1), lab.address(2)], 1, device_port="16667"))
+    (here / "table.json").write_text(table_of(lab, 1))
     line = f"manyhands train {DIGITS} --rank-table ../table.json --cluster.join-timeout-s 2"
     says = ("1 of 2 processes have joined; missing: rank 1", f"where: tcp://{lab.address(1)}:29500")
     ended = finish(type_on(1, line), code=1, says=says)
@@ -203,7 +209,7 @@ wait
 @pytest.mark.slow
 def test_003_run_cluster_sh_on_two_servers(lab, type_on, here):
     (here / "run_cluster.sh").write_text(RUN_CLUSTER)
-    (here / "rank_table.json").write_text(table_of([lab.address(1), lab.address(2)], 2, device_port="16667"))
+    (here / "rank_table.json").write_text(table_of(lab, 2))
     started = [type_on(1 + k, f"bash {here}/run_cluster.sh {here}/rank_table.json 4 {2 * k}") for k in (0, 1)]
     assert [finish(process).code for process in started] == [0, 0]
     for rank in range(4):
