@@ -62,6 +62,19 @@ def fork_variables():
 
 
 @functools.cache
+def import_for_commands():
+    """Imports once what each command, its agent and its workers would import."""
+    from manyhands.cluster.agents.protocol import ELASTIC
+    from manyhands.worker.entry import import_training
+
+    importlib.import_module(ELASTIC)
+    import_training()
+    ours = "cli.main cli.train run.train train.precision cluster.doctor.facts models.build models.architectures.mlp"
+    for name in ("torchvision", *(f"manyhands.{each}" for each in f"{ours} data.datasets.published".split())):
+        importlib.import_module(name)
+
+
+@functools.cache
 def import_late_modules():
     """Imports these modules once, because it would take seconds in each forked process."""
     modes = "manyhands.parallel.modes"
@@ -186,14 +199,7 @@ def _namespace(pid, name):
 
 
 def main():
-    from manyhands.cluster.agents.protocol import ELASTIC
-    from manyhands.worker.entry import import_training
-
-    importlib.import_module(ELASTIC)
-    import_training()
-    ours = "cli.main cli.train run.train train.precision cluster.doctor.facts models.build"
-    for name in ("torchvision", *(f"manyhands.{each}" for each in ours.split())):
-        importlib.import_module(name)
+    import_for_commands()
     import_late_modules()
     gc.collect()
     gc.freeze()  # a collection in a fork would copy what it looks at

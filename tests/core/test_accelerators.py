@@ -41,29 +41,27 @@ LABELS = torch.arange(12) % 5
 REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
 
 
-class Copies:
-    """The copies to a device of this type: whether each came from pinned memory, and without waiting."""
+def record_copies(kind):
+    """The copies to a device of this type from now on: whether each came from pinned memory, and without waiting."""
+    made, to, empty = [], torch.Tensor.to, torch.empty
 
-    def __init__(self, kind):
-        self.kind, self.made = kind, []
-        to, empty = torch.Tensor.to, torch.empty
+    def to_device(values, *arguments, **named):
+        if arguments and torch.device(kind).type == getattr(arguments[0], "type", ""):
+            made.append((values.is_pinned(), named.get("non_blocking", False)))
+            return to(values.clone(), *arguments[1:])
+        return to(values, *arguments, **named)
 
-        def to_device(values, *arguments, **named):
-            if arguments and torch.device(self.kind).type == getattr(arguments[0], "type", ""):
-                self.made.append((values.is_pinned(), named.get("non_blocking", False)))
-                return to(values.clone(), *arguments[1:])
-            return to(values, *arguments, **named)
+    def pinned(values, device=None):
+        values = values.clone()
+        values.pinned = True
+        return values
 
-        def pinned(values, device=None):
-            values = values.clone()
-            values.pinned = True
-            return values
-
-        torch.Tensor.to, torch.Tensor.pin_memory = to_device, pinned
-        torch.Tensor.is_pinned = lambda values: getattr(values, "pinned", False)
-        torch.empty = lambda *shape, pin_memory=False, **named: (
-            pinned(empty(*shape, **named)) if pin_memory else empty(*shape, **named)
-        )
+    torch.Tensor.to, torch.Tensor.pin_memory = to_device, pinned
+    torch.Tensor.is_pinned = lambda values: getattr(values, "pinned", False)
+    torch.empty = lambda *shape, pin_memory=False, **named: (
+        pinned(empty(*shape, **named)) if pin_memory else empty(*shape, **named)
+    )
+    return made
 
 
 def become(kind, tested, cards=2):
@@ -148,10 +146,10 @@ class On(torch.Tensor):
 def _beyond_defaults(kind):
     """What isn't torch's own default: a data set on the device, several BatchNorm groups in one pass."""
     On.kind = kind
-    copies = Copies(kind)
-    resident = loading._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
+    copies = record_copies(kind)
+    resident = loading._on_device(IMAGES[:4], torch.device(kind)), len(copies)
     assert loading._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
-    too_large = len(copies.made) - resident[1]
+    too_large = len(copies) - resident[1]
     groups, _ = group_batch_norms(nn.BatchNorm1d(3).train())
     share = BatchSharing(1, 0, 4).micro_batches(16)[0][0]
     groups.begin_micro_batch(share.spans, share.shared_groups, 16, 16)
@@ -162,15 +160,15 @@ def _beyond_defaults(kind):
 def _served(kind, name, workers):
     """Batches of a source, and how its pictures and labels came to the device."""
     loading._on_device = lambda images, device: images  # as if it were too large
-    copies = Copies(kind)
+    copies = record_copies(kind)
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
     loader = open_loader(SOURCES[name], PIXELS, train=True, seed=5, device=kind, workers=workers)
-    copies.made.clear()  # what normalizing needs
+    copies.clear()  # what normalizing needs
     batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
     loader.close()
     found = [(batch.images.tolist(), batch.labels.tolist(), batch.samples.tolist()) for batch in batches]
-    return found, copies.made
+    return found, copies
 
 
 def _without_cards(kind):

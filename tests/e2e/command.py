@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import importlib
 import io
 import json
 import os
@@ -28,8 +27,7 @@ import manyhands
 from manyhands.cli.main import main
 from manyhands.cluster.agents.agent import serve
 from manyhands.cluster.agents.early import AGENT
-from manyhands.cluster.agents.protocol import ELASTIC
-from manyhands.worker.entry import import_training
+from tests.fork_server import import_for_commands
 
 NETS = Path(__file__).with_name("nets.py")
 # Nothing here waits so long unless it hangs.
@@ -71,18 +69,9 @@ def forked(*arguments, cwd=None, **variables):
     Its folder, environment, streams, signals and exit code are real, and its agents are forks too; that the command and
     its agents can start is for others to show.
     """
-    _import_all()
+    import_for_commands()
     call = functools.partial(_end_with, functools.partial(main, [*map(str, arguments)]), environment(**variables))
     return subprocess.Popen(["never executed"], executable=sys.executable, preexec_fn=call, cwd=cwd, **PIPES)
-
-
-@functools.cache
-def _import_all():
-    """Imports once what each fork, its agent and its workers would import."""
-    ours = "cli.train run.train worker.entry models.build models.architectures.mlp data.datasets.published"
-    for name in (ELASTIC, "torchvision", *(f"manyhands.{each}" for each in f"{ours} train.precision".split())):
-        importlib.import_module(name)
-    import_training()
 
 
 class _ForkedAgents(subprocess.Popen):
@@ -90,7 +79,7 @@ class _ForkedAgents(subprocess.Popen):
 
     def __init__(self, args, *others, **options):
         if [*args] == [sys.executable, *AGENT]:
-            _import_all()
+            import_for_commands()
             options["preexec_fn"] = functools.partial(_end_with, serve, dict(os.environ))
         super().__init__(args, *others, **options)
 

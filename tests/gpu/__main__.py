@@ -165,15 +165,12 @@ def run_all(module: str, cases: dict, given: argparse.Namespace, kind: str) -> N
             status, seconds, found = run_part(module, name, device, variables, min(given.patience * limit_s, left_s))
             bad += status in {"failed", "timed out"}
             result.add(name, status, seconds, **found)
-            print(f"{name:36} {status:10} {seconds:6.1f} s  {_briefly(found)}", flush=True)
+            said = nameless(found.get("said") or (found.get("output") or "").strip().rpartition("\n")[2])
+            said = said or json.dumps(found.get("figures") or "").strip('"')
+            print(f"{name:36} {status:10} {seconds:6.1f} s  {said}", flush=True)
         result.write(complete=True)
     print(f"\n{given.out} tells all of it, and names no machine, person or path: send it back")
     sys.exit(min(1, bad))
-
-
-def _briefly(found: dict) -> str:
-    said = found.get("said") or (found.get("output") or "").strip().rpartition("\n")[2]
-    return nameless(said) if said else json.dumps(found.get("figures") or "").strip('"')
 
 
 if __name__ == "__main__":
