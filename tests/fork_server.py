@@ -164,7 +164,8 @@ def _run(client, request, streams):
     sys.stdin, sys.stdout = (open(number, mode, closefd=False) for number, mode in enumerate("rw"))  # noqa: SIM115
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    others = [number for name, number in NAMESPACES.items() if _namespace("self", name) != _namespace(pid, name)]
+    spaces = [{Path(f"/proc/{each}/ns/{name}").readlink() for each in ("self", pid)} for name in NAMESPACES]
+    others = [number for number, two in zip(NAMESPACES.values(), spaces, strict=True) if len(two) == 2]
     if others and ctypes.CDLL(None, use_errno=True).setns(os.pidfd_open(pid), sum(others)):
         raise OSError(ctypes.get_errno(), "setns")
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -192,10 +193,6 @@ def _run(client, request, streams):
 def _name_process(name):
     """Sets what `ps` shows as the command's name, by which tests tell server, clients, agents and commands apart."""
     Path("/proc/self/comm").write_text(name)
-
-
-def _namespace(pid, name):
-    return Path(f"/proc/{pid}/ns/{name}").readlink()
 
 
 def main():

@@ -11,6 +11,7 @@ import pytest
 from manyhands.cli.flags import Key
 from manyhands.cli.main import COMMANDS, GROUPS, main, make_app
 from manyhands.config.load import known_keys
+from tests.e2e.command import done, inside
 
 LIGHT = (
     "explain -n 2", "train --show-config", "ps --json", "stop no-such-run", "logs no-such-run", "clean",
@@ -155,15 +156,10 @@ ARGUMENTS = [
 WHOLE = [(command, each.name) for command, each in ARGUMENTS if re.search(r"\bint\b", str(each.field_info.annotation))]
 
 
-@pytest.mark.parametrize("words", [("train", "digits"), ("launch", "digits", "--hosts", "n1,n2"), ("imagenet",)])
-def test_sync_is_a_flag(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--sync", "powersgd", "--show-config"])
-    assert not ended.value.code
-    shown = capsys.readouterr().out
-    section = shown[shown.index("[sync]") :]
-    assert section.splitlines()[1].startswith('method = "powersgd"'), section
-    assert "flag" in section.splitlines()[1]
+@pytest.mark.parametrize("words", ["train digits", "launch digits --hosts n1,n2", "imagenet"])
+def test_sync_is_a_flag(words):
+    shown = done(words, "--sync powersgd --show-config", by=inside).out
+    assert re.search(r'\[sync\]\nmethod = "powersgd".*flag', shown), shown
 
 
 def test_fraction_is_refused_if_an_integer_is_expected(capsys):

@@ -223,14 +223,15 @@ HEAD_KIB = CLASSES * FEATURES * 4 // 1024
 # beside them: not even seven times the head were enough. Split over four, the most is at the start, before the head is
 # cut: 3.9 times. Threads' stacks count too, and a machine of many processors has many.
 ALLOWED_KIB = 5 * HEAD_KIB
-IMPORTS = "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent"
-OURS = "import manyhands.worker.entry as ours; ours.import_training()"
-TOLD = f"{IMPORTS}; {OURS}; print(open('/proc/self/status').read())"
+IMPORTS = (
+    "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent, manyhands.worker.entry"
+)
 
 
 def base_kib():
     """What a process has before it does anything: the system counts imports too."""
-    status = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True).stdout
+    code = f"{IMPORTS}; manyhands.worker.entry.import_training(); print(open('/proc/self/status').read())"
+    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
 
 

@@ -1,6 +1,5 @@
 """The user's own training script, started by our agents as torchrun would start it, and in a group of its own."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -214,11 +213,9 @@ TorchTrainer(train, train_loop_config=given, scaling_config=ScalingConfig(num_wo
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("ray", "pandas", "pyarrow")),
-    reason='NOT SHOWN inside Ray Train: pip install "ray[train]"',
-)
 def test_torch_trainers_processes_train_together(here, tmp_path_factory):
+    for name in ("ray", "pandas", "pyarrow"):
+        pytest.importorskip(name, reason='NOT SHOWN inside Ray Train: pip install "ray[train]"')
     Path("trainer.py").write_text(TRAINER)
     # Ray's sockets lie there, and their paths are limited to 107 characters.
     short = Path(tmp_path_factory.getbasetemp()).parent / "ray"

@@ -65,13 +65,10 @@ def test_log_has_complete_plain_lines(tmp_path):
 
 
 def test_a_log_speaks_every_half_minute(tmp_path):
-    now = [0.0]
-    stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream, clock=lambda: now[0])
-    run = FakeRun(tmp_path).begin()
+    run, screen = on_screen(tmp_path, stream := io.StringIO())
     for second in range(100):
         run.step(second % 99 + 1)
-        now[0] = float(second)
+        run.time += 1 - 0.7  # a step takes as much
         screen.update()
     assert stream.getvalue().count("img_s=") == 3
 
