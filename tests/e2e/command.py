@@ -136,10 +136,9 @@ def shell(line, cwd=None, **variables):
 
 
 def finish(process, code=None, says=()):
-    """Waits for a command's end, which has this exit code, and these words on standard error."""
-    if isinstance(process, Ended):  # it has run inside this process
-        ended = process
-    else:
+    """Waits for a command's end, if it hasn't ended, with this exit code and these words on standard error."""
+    ended = process
+    if not isinstance(process, Ended):
         try:
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:

@@ -109,14 +109,12 @@ def test_notes_a_port_of_the_debugger_that_is_taken_is_refused(job):
 # MindSpore's distributed training tutorial: a rank table's cards on one machine; ways to be parallel.
 
 
-RESNET = "train cifar10 resnet50 --train.max-steps 2 --train.evaluate-every 0 --out run"
-
-
 def test_mindspore_resnet50_on_cifar10s_binary_files(here):
     """Saved in pieces, and resumed in another way on one process."""
     cifar10_bin(here / "data" / "cifar-10-batches-bin")
     data, semi = str(here / "data"), "--parallel semi --pin fc=o@dp --pin loss=o@dp --checkpoint.pieces"
-    done(RESNET, "-n 2 --batch 8", semi, MANYHANDS_DATA=data)
+    job = "train cifar10 resnet50 --train.max-steps 2 --train.evaluate-every 0 --out run -n 2 --batch 8"
+    done(job, semi, MANYHANDS_DATA=data)
     assert read("run/plan.json")["mode"] == "semi"
     assert processes_of("run") == 2
     assert (here / "run" / "checkpoints" / "step-00000002" / "pieces.json").exists()

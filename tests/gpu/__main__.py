@@ -107,19 +107,6 @@ def begin(given: argparse.Namespace, scratch: Path, kind: str) -> tuple[dict[str
     return variables, ResultFile(given.out, kind, device, machine)
 
 
-def arguments(what: str) -> argparse.ArgumentParser:
-    """What may be said."""
-    parser = argparse.ArgumentParser(description=what.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="these alone")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels-gpu")
-    parser.add_argument("--seconds", type=float, default=465.0, help="nothing begins that could end after so long")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of each part's limit, on a busy machine")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--bench", action="store_true", help="measure, beside a bare loop, instead of proving")
-    return parser
-
-
 def run_part(module: str, name: str, device: str, variables: dict[str, str], limit_s: float) -> tuple[str, float, dict]:
     """One part in a process of its own: how it ended, its seconds, and what it measured or said."""
     began = time.monotonic()
@@ -176,7 +163,15 @@ def run_all(module: str, cases: dict, given: argparse.Namespace, kind: str) -> N
 if __name__ == "__main__":
     if importlib.util.find_spec("tests.gpu") is None:
         sys.exit("run this in the folder of the source: python -m tests.gpu")
-    given = arguments(__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="these alone")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels-gpu")
+    parser.add_argument("--seconds", type=float, default=465.0, help="nothing begins that could end after so long")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of each part's limit, on a busy machine")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--bench", action="store_true", help="measure, beside a bare loop, instead of proving")
+    given = parser.parse_args()
     if given.bench:
         run_all("bench.gpu_parts", BENCH, given, "gpu-bench")
     run_all("tests.gpu.case", LIMITS, given, "gpu-test")

@@ -298,8 +298,8 @@ def _killed(device, *more):
     """Trains on two processes, of which one is killed in its ninth pass or so."""
     marker = str(Path("marker").absolute())
     words = ["train", "digits", f"{command.NETS}:Killed", "--device", device, *_on_two(device), "--out", "run", *QUIET]
-    options = ["--set", "train.precision=fp32", *more]
-    return command.done(words, options, code=None, by=command.start, FAULT_MARKER=marker, FAULT_CALL="9")
+    words += ["--set", "train.precision=fp32", *more]
+    return command.finish(command.start(*words, FAULT_MARKER=marker, FAULT_CALL="9"))
 
 
 def a_killed_process_is_replaced(device):
