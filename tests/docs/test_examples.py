@@ -10,11 +10,11 @@ import contextlib
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from scripts import build_reference
 
 from manyhands.cli.main import main, make_app
 from manyhands.config.load import load_job
@@ -142,11 +142,6 @@ def test_links_lead_somewhere_and_python_blocks_are_python(page):
 
 
 def test_the_reference_is_up_to_date():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import build_reference
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
     for path, text in build_reference.pages().items():
         assert path.read_text(encoding="utf-8") == text, f"run scripts/build_reference.py: {path} is out of date"
 
