@@ -38,6 +38,7 @@ IMPORTED_LATE = (
     "manyhands.parallel.split.network", "manyhands.sync.local", "manyhands.sync.powersgd", "manyhands.sync.measure",
 )  # fmt: skip
 BYTES, READY, REQUEST_S = 1 << 20, b"ready\n", 5
+NAME = Path("/proc/self/comm")  # as `ps` shows it, by which tests tell server, clients, agents and commands apart
 
 
 @functools.cache
@@ -177,7 +178,7 @@ def _run(client, request, streams):
     os.environ.update(each.split("=", 1) for each in variables)
     os.chdir(folder)
     platform._uname_cache = None  # a host of a lab has a name of its own
-    _name_process(module.rpartition(".")[2])
+    NAME.write_text(module.rpartition(".")[2])
     sys.argv = [module, *arguments]
     atexit._clear()  # what the fork server's modules have registered
     code = 0
@@ -190,18 +191,13 @@ def _run(client, request, streams):
     os._exit(code)
 
 
-def _name_process(name):
-    """Sets what `ps` shows as the command's name, by which tests tell server, clients, agents and commands apart."""
-    Path("/proc/self/comm").write_text(name)
-
-
 def main():
     import_for_commands()
     import_late_modules()
     gc.collect()
     gc.freeze()  # a collection in a fork would copy what it looks at
     del sys.path[0]  # the folder of the tests, which isn't there for what `python -P` starts
-    _name_process("fork-server")
+    NAME.write_text("fork-server")
     os.write(1, READY)
     serve_forks(socket.socket(fileno=int(sys.argv[2])))
     os._exit(0)  # without a word from the libraries that modules have loaded

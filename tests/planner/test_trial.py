@@ -52,19 +52,14 @@ def _proofs(world, sizes):
 
     wrong = verify_plan(_case(make), plans[0], world)
     seconds = time_plans(_case(), {DATA_PARALLEL: None, "cut": plans[2]}, world, rounds=3)
-    return found, wrong, seconds, _micro_batches(world, sizes)
-
-
-def _micro_batches(world, sizes):
-    """The gradients under either plan, with and without micro-batches; each process's own pieces."""
-    found = []
-    for plan, size in itertools.product([None, Plan(mesh_of(sizes))], (0, 2)):
+    gradients = []  # under either plan, with and without micro-batches; each process's own pieces
+    for plan, size in itertools.product([None, plans[0]], (0, 2)):
         case = replace(_case(lambda: Tokens().double()), norm_group=2, micro_batch=size)
         runner = PlanRunner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
         loss = runner.gradients()
-        found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
+        gradients.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
         runner.network.close()
-    return found
+    return found, wrong, seconds, gradients
 
 
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])

@@ -59,11 +59,6 @@ def finished(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def shown(finished):
-    return (finished / "report.html").read_text(encoding="utf-8")
-
-
 def test_every_number_comes_from_the_records(finished):
     run, result = read_run(finished), result_object(read_run(finished))
     best, final = max(run.evaluations, key=lambda evaluation: evaluation.top1), run.evaluations[-1]
@@ -79,7 +74,8 @@ def test_every_number_comes_from_the_records(finished):
     assert str(finished / "report.html") in text
 
 
-def test_the_page_needs_nothing_else_and_shows_the_configuration_and_the_plan(finished, shown):
+def test_the_page_needs_nothing_else_and_shows_the_configuration_and_the_plan(finished):
+    shown = (finished / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|src=|@import|url\((?!#)", shown)
     assert not structure(shown).tags & {"script", "link", "iframe", "object"}
     assert {file.name for file in (finished / "pictures").iterdir()} == {
@@ -92,7 +88,8 @@ def test_the_page_needs_nothing_else_and_shows_the_configuration_and_the_plan(fi
         assert words in shown
 
 
-def test_charts_fit_a_phone_and_take_the_page_s_colors(shown):
+def test_charts_fit_a_phone_and_take_the_page_s_colors(finished):
+    shown = (finished / "report.html").read_text(encoding="utf-8")
     widths = [float(width) for width in re.findall(r'<svg[^>]* viewBox="0 0 ([\d.]+) ', shown)]
     assert len(widths) == 6
     assert 330 / max(widths) * 10 > 7.5  # pixels of a letter of 10 points, where a phone has 330 for the chart
