@@ -137,18 +137,17 @@ def shell(line, cwd=None, **variables):
 
 def finish(process, code=None, says=()):
     """Waits for a command's end, if it hasn't ended, with this exit code and these words on standard error."""
-    ended = process
     if not isinstance(process, Ended):
         try:
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             end(process)
             raise
-        ended = Ended(process.returncode, out, err)
-    assert code in (None, ended.code), ended.err
+        process = Ended(process.returncode, out, err)
+    assert code in (None, process.code), process.err
     for text in [says] if isinstance(says, str) else says:
-        assert text in ended.err, ended.err
-    return ended
+        assert text in process.err, process.err
+    return process
 
 
 def stop(process, number=signal.SIGTERM, code=75, says=()):

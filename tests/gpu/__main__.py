@@ -163,7 +163,7 @@ def run_all(module: str, cases: dict, given: argparse.Namespace, kind: str) -> N
 if __name__ == "__main__":
     if importlib.util.find_spec("tests.gpu") is None:
         sys.exit("run this in the folder of the source: python -m tests.gpu")
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("names", nargs="*", help="these alone")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels-gpu")

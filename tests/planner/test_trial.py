@@ -33,8 +33,8 @@ class Tokens(nn.Module):
         return self.last(self.norm(tokens.flatten(0, 1)).view_as(tokens).mean(1))
 
 
-def _case(make=Tokens):
-    return PlanCase(make, torch.zeros(3, 32, 32), 16, BATCH, lambda: loss_fn_of_sums, norm_group=5)
+def _case(make=None):
+    return PlanCase(make or Tokens, torch.zeros(3, 32, 32), 16, BATCH, lambda: loss_fn_of_sums, norm_group=5)
 
 
 def _proofs(world, sizes):
@@ -47,7 +47,7 @@ def _proofs(world, sizes):
         model = Tokens()
         if next(made):
             with torch.no_grad():
-                model.last.bias += 1e-3
+                model.last.bias.add_(1e-3)
         return model
 
     wrong = verify_plan(_case(make), plans[0], world)
