@@ -19,7 +19,7 @@ from scripts import build_reference
 from manyhands.cli.main import main, make_app
 from manyhands.config.load import load_job
 from manyhands.parallel.options import ParallelOptions
-from tests.e2e.command import finish, running, shell
+from tests.e2e.command import finish, shell, training
 from tests.fork_server import fork_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def _run(lines, folder, variables, *, together):
     with contextlib.ExitStack() as stack:
         started = []
         for line in lines:
-            started.append(stack.enter_context(running(line, by=shell, cwd=folder, **variables)))
+            started.append(stack.enter_context(training([line], by=shell, cwd=folder, **variables)))
             if not together:
                 finish(started[-1], code=0)
         for process in started if together else ():

@@ -30,6 +30,15 @@ CLASSES, BATCH, STEPS = 5, 4, 2
 SHARES = ("p", "dropout", "attention_dropout", "drop_prob", "attn_drop_rate", "attn_drop_p", "drop_rate")
 
 
+def without_draws(model):
+    """The same network with nothing dropped by chance, so that all modes must give one result."""
+    for module in model.modules():
+        for word in SHARES:
+            if isinstance(getattr(module, word, None), float) and word in vars(module):
+                setattr(module, word, 0.0)
+    return model
+
+
 def build(name):
     """A network of either library, where nothing is dropped by chance so that all modes give one result; its pictures.
 
@@ -52,11 +61,7 @@ def build(name):
         model = models.MaxVit((64, 64), 8, 2, [8, 16], [1, 1], 4, 0.0, num_classes=CLASSES)
     else:
         model = models.get_model(name, weights=None, num_classes=CLASSES)
-    for module in model.modules():
-        for word in SHARES:
-            if isinstance(getattr(module, word, None), float) and word in vars(module):
-                setattr(module, word, 0.0)
-    return model.double(), size
+    return without_draws(model).double(), size
 
 
 def train(world, mode, model, size):
