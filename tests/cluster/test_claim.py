@@ -101,11 +101,8 @@ def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
     assert not folders.has_working_agents(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
 
 
-TERMS = st.builds(folders.Term, st.integers(0, 9), st.integers(0, 9))
-
-
 @settings(max_examples=20)
-@given(st.lists(TERMS, max_size=8))
+@given(st.lists(st.builds(folders.Term, st.integers(0, 9), st.integers(0, 9)), max_size=8))
 def test_the_highest_stands(wanted):
     with scratch("terms") as folder:
         assert folders.read_term(folder / "ranks") == folders.Term()

@@ -13,7 +13,7 @@ from manyhands.cluster.doctor import facts
 @pytest.fixture
 def folder(tmp_path):
     for name in ("net.py", "conf/a.yaml", ".hidden/x.py", "env/lib/x.py", "runs/x.py", "old/job.toml", "old/net.py",
-                 "big.json", "labels.txt", "ignored.py", "node_modules/x.json"):  # fmt: skip
+                 "big.json", "labels.txt", "picture.png", ".d.py", "ignored.py", "node_modules/x.json"):  # fmt: skip
         path = tmp_path / "work" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x" * (2 << 20) if name == "big.json" else name)
@@ -30,6 +30,7 @@ def test_both_look_at_the_same_files(folder, monkeypatch):
     assert set(carried) == compared | {"labels.txt"}
     monkeypatch.setattr(facts, "MOST_FOLDERS", 0)
     assert facts.hash_code_files(folder)["whole"] is False
+    assert facts.hash_code_files(folder / "nowhere")["exists"] is False
 
 
 def test_what_git_ignores_is_not_copied_and_its_configuration_runs_nothing(folder):

@@ -260,9 +260,6 @@ def workers_of_the_test(orders, scratch, agent_pid):
     return {"status": "stopped", "rank": rank}
 
 
-RETURNED = {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
-
-
 def run_with(head, tmp_path, monkeypatch, **more):
     monkeypatch.setattr(elastic, "WORKER", __name__)
     monkeypatch.setattr(sys.modules[__name__], "work", workers_of_the_test, raising=False)
@@ -296,7 +293,7 @@ def test_a_process_that_has_returned_has_done_its_work_whatever_fails_then(kills
     head = Head(tick)
     began = time.monotonic()
     ended = run_with(head, tmp_path, monkeypatch)
-    assert ended.returned == RETURNED
+    assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}
     assert not ended.failed
     assert not ended.broken
     assert time.monotonic() - began < 30

@@ -189,9 +189,6 @@ def with_other_columns(name, **values):
     return alter
 
 
-ZEROS = numpy.zeros(12, numpy.uint32)
-
-
 def alter_bytes(file, place):
     content = bytearray(file.read_bytes())
     content[place(content)] ^= 1
@@ -215,7 +212,7 @@ ALTERED = [
     with_other_columns("samples.npz", names=numpy.zeros(3, numpy.uint8)),
     with_other_columns("samples.npz", crc=None),
     with_other_columns("samples.npz", offset=numpy.zeros(12)),
-    with_other_columns("samples.npz", shard=ZEROS + 9),
+    with_other_columns("samples.npz", shard=numpy.zeros(12, numpy.uint32) + 9),
     with_other_columns("folder.npz", bytes=numpy.zeros((12, 12), numpy.int64)),
     # zipfile takes this flag for encryption.
     lambda folder: alter_bytes(folder / "folder.npz", lambda content: content.index(b"PK\x01\x02") + 8),

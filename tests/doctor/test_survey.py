@@ -301,14 +301,6 @@ def test_two_folders_have_one_fingerprint_exactly_if_their_code_or_the_names_and
     assert prints[0]["files"] == len(one)
 
 
-def test_results_environments_and_hidden_files_are_no_code(tmp_path):
-    before = hash_code_files(write(tmp_path, {"net.py": b"1"}))
-    none = ("runs/a.py", ".git/b.py", "env/pyvenv.cfg", "env/c.py", "picture.png", ".d.py")
-    write(tmp_path, dict.fromkeys(none, b""))
-    assert hash_code_files(tmp_path) == before
-    assert hash_code_files(tmp_path / "nowhere")["exists"] is False
-
-
 def test_named_data_is_looked_for_where_it_would_lie(tmp_path):
     absent = {"kind": "named", "path": str(tmp_path / "mnist"), "exists": False}
     assert find_data_files("mnist", str(tmp_path), tmp_path) == absent

@@ -48,12 +48,6 @@ class Editor:
         return self.hear(**self.ask(command, **arguments))
 
 
-def is_open(port):
-    """Whether somebody listens; without a call, since the debugger takes the first caller for the editor."""
-    found = psutil.net_connections("tcp")
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
-
-
 NET = """from torch import nn
 
 class Net(nn.Sequential):
@@ -74,7 +68,10 @@ def test_notes_one_rank_is_held_by_the_debugger_for_longer_than_collectives_wait
     limits = "--cluster.collective-timeout-s 3 --cluster.elastic off --device cpu --epochs 1 --out run -n 2"
     job = f"train digits mine.py:net {limits} {QUICKLY} --debug-rank 1 --cluster.debug-port {port}"
     with training(job, by=start) as process:
-        wait_until(lambda: is_open(port), process)
+        # Without a connection, because the debugger takes the first one for the editor's.
+        wait_until(
+            lambda: ("LISTEN", port) in ((one.status, one.laddr.port) for one in psutil.net_connections("tcp")), process
+        )
         editor = Editor(port)
         editor.answer("initialize", adapterID="debugpy", pathFormat="path", linesStartAt1=True)
         attached = editor.ask("attach", justMyCode=False)

@@ -218,19 +218,16 @@ def test_shares_that_can_not_be_are_refused(shares, more, says):
 
 
 CLASSES, FEATURES = 100_000, 1024
-HEAD_KIB = CLASSES * FEATURES * 4 // 1024
 # Beyond what a process takes that has imported all. Data parallel keeps weights, gradients, two slots of Adam and more
 # beside them: not even seven times the head were enough. Split over four, the most is at the start, before the head is
 # cut: 3.9 times. Threads' stacks count too, and a machine of many processors has many.
-ALLOWED_KIB = 5 * HEAD_KIB
-IMPORTS = (
-    "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent, manyhands.worker.entry"
-)
+ALLOWED_KIB = 5 * (CLASSES * FEATURES * 4 // 1024)
 
 
 def base_kib():
     """What a process has before it does anything: the system counts imports too."""
-    code = f"{IMPORTS}; manyhands.worker.entry.import_training(); print(open('/proc/self/status').read())"
+    imports = "torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent, manyhands.worker.entry"
+    code = f"import {imports}; manyhands.worker.entry.import_training(); print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
 

@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ends")]
 # Longer than any test waits.
 LONG = f"--epochs 100000 --batch 64 {QUICKLY} --out run"
 ENDLESS = f"train synthetic:4000x1x8x8x10 {NETS}:Net {LONG}"
-SLEEPY = f"train synthetic:4000x1x8x8x10 {NETS}:Sleepy {LONG}"
 SAVING = "--set checkpoint.every=20steps --set train.evaluate_every=1000"
 
 
@@ -185,7 +184,7 @@ def test_waiting_ranks_started_by_hand_report_a_stopped_process_and_end_at_the_s
 @pytest.mark.parametrize("how", ["interrupt", "stop --now"])
 def test_a_second_interrupt_or_stop_now_kills(how, here):
     """The network takes its time over the pass in which the first one comes."""
-    with training(SLEEPY, "-n 2") as process:
+    with training(f"train synthetic:4000x1x8x8x10 {NETS}:Sleepy {LONG}", "-n 2") as process:
         wait_until((here / "asleep").exists, process)
         if how == "interrupt":
             process.send_signal(signal.SIGINT)

@@ -63,9 +63,6 @@ def test_the_deeper_cifar_resnets(meta, name: str):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in ZOO])
 def test_what_is_said_to_be_the_smallest_size_runs(meta, name: str):
-    size = next(
-        size
-        for size in (8, 16, 32, 48, 64, 224, 299)
-        if picture_needs(ModelOptions(name=name), size).size in (None, size)
-    )
+    sizes = (8, 16, 32, 48, 64, 224, 299)
+    size = next(one for one in sizes if picture_needs(ModelOptions(name=name), one).size in (None, one))
     check_law(build(name, 3, size), 3, size)

@@ -120,7 +120,6 @@ OBJECTS = {
     "shaped": Objects(pictures, lambda: layers(36, 3), F.cross_entropy),
     "BatchNorm": Objects(pictures, lambda: convolution().double(), F.cross_entropy),
 }  # fmt: skip
-HAS_CLASSES = {"classes", "weighted", "BatchNorm"}
 
 
 def _trained(world, name, settings, plan=None):
@@ -140,7 +139,7 @@ def _trained(world, name, settings, plan=None):
                 seen.append((x, y))
             losses.append(here.mean_loss())
         evaluated = ()
-        if name in HAS_CLASSES:
+        if name in {"classes", "weighted", "BatchNorm"}:
             found = here.evaluate(model, data)
             evaluated = found.loss, found.count, found.top1
             with pytest.raises(UserError, match="label") if world.alone else contextlib.nullcontext():

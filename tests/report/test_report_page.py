@@ -163,10 +163,7 @@ def test_names_and_messages_are_only_text(tmp_path_factory, names, message):
     assert "script" not in parser.tags
 
 
-CELLS = st.dictionaries(st.tuples(st.integers(0, 6), st.integers(0, 6)), st.integers(1, 50), min_size=1)
-
-
-@given(CELLS)
+@given(st.dictionaries(st.tuples(st.integers(0, 6), st.integers(0, 6)), st.integers(1, 50), min_size=1))
 def test_classes_and_pairs_account_for_every_sample(cells):
     total = sum(cells.values())
     confusion = [(true, guess, count) for (true, guess), count in cells.items()]

@@ -29,11 +29,8 @@ from manyhands.train.saver import (
 )
 from manyhands.train.state import Progress, capture, copy_to_cpu
 
-SAVE_S = st.floats(0, 1e5)
-FAILS_S = st.floats(0.1, 1e8)
 
-
-@given(SAVE_S, FAILS_S)
+@given(st.floats(0, 1e5), st.floats(0.1, 1e8))
 def test_within_its_bounds_no_other_interval_costs_less(save_s, fails_s):
     def cost(seconds):  # a second's share of saves, and of what half an interval loses at each failure
         return save_s / seconds + seconds / 2 / fails_s
