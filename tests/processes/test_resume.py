@@ -28,7 +28,7 @@ INT4 = {**LOCAL, "sync.codec": "int4"}
 LOWRANK = {**LOCAL, "sync.codec": "lowrank", "sync.rank": 1}
 POWERSGD = {"sync.method": "powersgd", "sync.rank": 1}
 ADAMW = {"train.optimizer": "adamw", "train.lr": 0.002}
-FP16 = {"train.precision": "fp16"}
+FP16 = {"train.precision": "fp16", "train.lr": 1e-4}
 # Runs by the number of their processes; those of "rarely" are of 3.
 RUNS = {
     1: {"sgd": {}},
@@ -56,8 +56,9 @@ def _case(flags, folder, total=TOTAL, make=None, machines=()):
     usual = {
         "train.max_steps": total, "train.norm_group": 4, "checkpoint.every": f"{SAVED}steps", "checkpoint.keep": 9,
     }  # fmt: skip
-    idle = "sync.method" in flags
-    make = make or functools.partial(SyncedNetwork, idle=idle, dropout=0.0 if machines else 0.2)
+    how = {"idle": "sync.method" in flags, "dropout": 0.0 if machines else 0.2}
+    how["factor"] = 64 if "train.precision" in flags else 1  # gradients overflow until the loss scale is smaller
+    make = make or functools.partial(SyncedNetwork, **how)
     return 0, make, {**usual, **flags}, folder, machines
 
 
