@@ -12,6 +12,7 @@ separately.
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ class Asked:
     bench: str
     mine: str
     other: str
-    least: float = 0.0
+    least: float = float("-inf")
     most: float = float("inf")
 
 
@@ -98,7 +99,7 @@ def line(asked: Asked, folder: Path) -> str:
     path = folder / f"{asked.bench}.json"
     values = json.loads(path.read_text(encoding="utf-8"))["values"] if path.exists() else {}
     rounds = ratios(values, asked.mine, asked.other) if asked.other else values.get(asked.mine, [])
-    limit = f"at least {asked.least:g}" if asked.least else f"at most {asked.most:g}"
+    limit = f"at least {asked.least:g}" if math.isfinite(asked.least) else f"at most {asked.most:g}"
     if not rounds:
         return f"| {asked.what} | {limit} | not measured | |"
     middle = statistics.median(rounds)

@@ -169,7 +169,7 @@ def main():
     found = {}
     for job in given.only:
         with tempfile.TemporaryDirectory() as folder:
-            found |= tell(job, run_on_ranks(measure, 2, folder, job, given))
+            found |= tell(job, run_on_ranks(measure, 2, folder, job, given, start="fork"))
     if given.out:
         keep(given.out, found, "% of an update")
 
