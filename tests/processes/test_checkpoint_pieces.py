@@ -169,6 +169,7 @@ def test_what_is_wrong_on_one_process_is_said_on_all_and_what_is_saved_next_is_s
             assert isinstance(again, str), name
             assert_same(load_checkpoint(tmp_path / name / "step-00000005"), whole_snapshot())
             assert [entry.name for entry in (tmp_path / name).iterdir()] == ["step-00000005"], name
+            assert not (tmp_path / name / "step-00000005" / "shared.token").exists(), name
         assert (found["mesh"][0][0], found["apart/0"][0][0]) == ("RunError", "UserError")
         assert "save without checkpoint.pieces" in found["apart/0"][0][1]
     assert [len(list((tmp_path / "apart" / str(rank)).iterdir())) for rank in range(3)] == [1, 0, 0]

@@ -123,11 +123,10 @@ def test_what_is_no_number_stays_none_on_all_processes(on_ranks):
 
 
 def _late(world, alike):
-    """Nothing moves before the first exchange, as where warming up begins at a rate of zero; some never moves."""
+    """Nothing moves before the first exchange, some never moves; not `alike`: float32 stands for another processor."""
     shapes = [(64, 64), (40,)]
     compressor = create_compressor("lowrank", shapes, rank=2, seed=3, device="cpu", dtype=torch.float64)
     peers = SyncGroup(world.rank, world.size)
-    # Single precision stands for a processor that computes other bits.
     like = torch.zeros(0, dtype=torch.float64 if alike or not world.rank else torch.float32)
     select_arithmetic([compressor], peers, like)
     assert (compressor.arithmetic is LIBRARY) == alike
