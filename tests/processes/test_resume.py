@@ -269,7 +269,7 @@ def test_a_run_is_not_turned_back_below_its_own_checkpoints_of_which_the_best_or
     assert find_checkpoint(tmp_path / "without", "best") == path
 
 
-FEW = {**SMALL, "checkpoint.every": "never", "train.evaluate_every": 1}
+FEW = {**SMALL, "checkpoint.every": "0.5h", "train.evaluate_every": 1}
 
 
 def test_an_evaluation_that_a_fault_came_before_is_made_when_the_run_resumes(tmp_path):
