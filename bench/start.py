@@ -3,7 +3,7 @@
     MANYHANDS_DATA=DIR python -m bench.start [--rounds 7] [--also OTHER_CHECKOUT] [--out FILE.json]
 
 All take turns within each round, in another order each time. `torchrun` starts the shortest script that trains this job
-under DDP, `document` is its own script, which starts its processes itself; `--also` names another checkout
+under DDP, `document` is the script of the tutorial, which starts its processes itself; `--also` names another checkout
 of this program, an earlier one say.
 """
 

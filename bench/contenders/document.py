@@ -1,4 +1,4 @@
-"""The DDP introduction's script: torchvision's pictures DataLoader, DistributedSampler, DDP, mp.spawn."""
+"""The DDP introduction's script: torchvision's pictures, DataLoader, DistributedSampler, DDP, mp.spawn."""
 
 import os
 import socket

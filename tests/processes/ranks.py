@@ -1,4 +1,4 @@
-"""Runs a function on several real processes, with gloo unless told otherwise, and brings back what each returned.
+"""Runs a function on several real processes, with gloo by default, and returns their results.
 
 As a program it is one of these processes.
 """

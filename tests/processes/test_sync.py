@@ -227,7 +227,7 @@ def test_gradients_of_low_rank_are_equal_everywhere_and_nothing_is_lost(size, on
         assert_alike(came_out, answers[0][0])
         assert lost < 1e-10
         assert missing > 1e-6, "a low rank leaves something out"
-    # What goes on beside the backward pass changes no bit.
+    # Work that overlaps with the backward pass changes no bit.
     assert_alike(answers[0][0], waited_for[0][0])
 
 
