@@ -26,7 +26,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import Span
 from manyhands.parallel.replicas import norm_pass
 
-# One pass over several groups launches about 30 kernels in forward and backward, a single group about 12.
+# One pass over several groups launches about 40 kernels in forward and backward, a single group about 12.
 _MIN_IN_ONE_PASS = 3
 # For larger groups one pass is slower: it moves 52 bytes per value, torch's kernel 32 (calculated for an H100).
 _MOST_VALUES = 1 << 22
@@ -69,12 +69,11 @@ class NormGroups:
         if not layers:
             return
         # A process that holds no group's first sample takes part with zeros.
-        flat = torch.cat([layer.pop_accumulated() for layer in layers])
+        seen = [layer.pop_accumulated() for layer in layers]
+        flat = torch.cat([*(one[:-1] for one in seen), *(one[-1:] for one in seen)])
         if size > 1 and not self.local_only:
             self.all_reduce(flat)
-        lengths = [2 * layer.num_features + 1 for layer in layers]
-        for layer, total in zip(layers, flat.split(lengths), strict=True):
-            layer.move_running_statistics(total)
+        _move_running_statistics(layers, *flat.split([len(flat) - len(layers), len(layers)]))
 
 
 class GroupedNorm(_BatchNorm):
@@ -155,7 +154,7 @@ class GroupedNorm(_BatchNorm):
             return self._normalize_local_group(part, weight)
         mean, variance = norm_pass.batch_norm_statistics(part, len(run))
         count = part.shape[0] // len(run) * _values_per_row(part)
-        self._accumulate(torch.stack([mean, variance * (count / (count - 1))], 1), weight)
+        self._accumulate(torch.cat([mean, variance * (count / (count - 1)), mean.new_ones(len(run), 1)], 1), weight)
         held = norm_pass.PassGroups(((0, len(run)),), eps=self.eps)
         inverse = torch.rsqrt(variance + self.eps)
         return norm_pass.NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
@@ -165,8 +164,9 @@ class GroupedNorm(_BatchNorm):
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses the running statistics.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        statistics = torch.zeros(2, self.num_features, dtype=norm_pass.computed_dtype(part), device=part.device)
-        output = F.batch_norm(part, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps)
+        statistics = torch.ones(2 * self.num_features + 1, dtype=norm_pass.computed_dtype(part), device=part.device)
+        mean, variance = statistics[:-1].chunk(2)
+        output = F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         self._accumulate(statistics[None], weight)
         return output
 
@@ -183,18 +183,17 @@ class GroupedNorm(_BatchNorm):
         for _, span in parts:
             if span.first:
                 unbiased = variance[span.shared] * (counts[span.shared] / (counts[span.shared] - 1).clamp_min(1))
-                self._accumulate(torch.stack([mean[span.shared], unbiased])[None], span.size / self.groups.batch)
+                seen = torch.cat([mean[span.shared], unbiased, unbiased.new_ones(1)])
+                self._accumulate(seen[None], span.size / self.groups.batch)
         inverse = torch.rsqrt(variance + self.eps)
         held = norm_pass.PassGroups(tuple((span.shared, 1) for _, span in parts) or ((0, 1),), self.groups.all_reduce)
         inputs = [part for part, _ in parts] or [like[:0]]
         return list(norm_pass.NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _accumulate(self, statistics: Tensor, weight: float) -> None:
-        """Adds `weight` times the groups' statistics [groups, 2, C], mean and unbiased variance, to `accumulated`."""
-        flat = statistics.detach().to(norm_pass.precise_dtype(statistics.device)).flatten(1)
-        flat = flat[0] if len(flat) == 1 else flat.sum(0)
-        weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
-        self.accumulated = weighted if self.accumulated is None else self.accumulated + weighted
+        """Adds `weight` times the groups' statistics [groups, 2 C + 1], which end with a 1, to `accumulated`."""
+        total = statistics.detach().sum(0, dtype=norm_pass.precise_dtype(statistics.device))
+        self.accumulated = total * weight if self.accumulated is None else self.accumulated.add(total, alpha=weight)
 
     def pop_accumulated(self) -> Tensor:
         """Returns `accumulated` [2 C + 1], with zeros in place of None, and resets the attribute to None."""
@@ -204,22 +203,27 @@ class GroupedNorm(_BatchNorm):
         mean = cast(Tensor, self.running_mean)
         return torch.zeros(2 * self.num_features + 1, dtype=norm_pass.precise_dtype(mean.device), device=mean.device)
 
-    def move_running_statistics(self, total: Tensor) -> None:
-        """Updates running mean and variance. `total` [2 C + 1] is the sum of `accumulated` over all processes."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        on_cpu = total.device.type == "cpu"
-        if on_cpu and total[-1] == 0:
-            return
-        # On an accelerator the check stays on the device, because reading the result would synchronize.
-        any_seen = total[-1] != 0
-        mean, variance = (total[:-1] / total[-1]).view(2, -1)
-        self.num_batches_tracked.add_(any_seen)
-        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
-            # The count may exceed the range of half precision.
-            factor = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(value.dtype)
-            moved = running.to(value.dtype).lerp(value, factor)
-            running.copy_(moved if on_cpu else torch.where(any_seen, moved, running))
+
+def _move_running_statistics(layers: Sequence["GroupedNorm"], sums: Tensor, weights: Tensor) -> None:
+    """Updates running mean and variance of all layers, in a few kernels and without synchronizing with the device.
+
+    `sums`: the layers' means and variances, each times its weight, [2 C of all layers]. `weights`: of each layer; 0 if
+    none of its groups was seen, which leaves the layer as it is.
+    """
+    tracked: Any = layers  # torch declares the buffers as optional
+    seen, batches = weights != 0, [layer.num_batches_tracked for layer in tracked]
+    torch._foreach_add_(batches, [*seen.to(torch.int64).unbind()])
+    like = {"dtype": weights.dtype, "device": weights.device}
+    rates = _cached_tensor(tuple(layer.momentum or 0.0 for layer in layers), **like)
+    if any(layer.momentum is None for layer in layers):  # the mean over all batches
+        averaged = _cached_tensor(tuple(layer.momentum is None for layer in layers), torch.bool, weights.device)
+        rates = torch.where(averaged, 1.0 / torch.stack(batches).to(**like).clamp_min(1), rates)
+    lengths = _cached_tensor(tuple(2 * layer.num_features for layer in layers), torch.int64, weights.device)
+    shares = torch.stack([weights.where(seen, 1.0), rates * seen])
+    divisor, rate = shares.repeat_interleave(lengths, dim=1, output_size=len(sums))
+    buffers = [buffer for layer in tracked for buffer in (layer.running_mean, layer.running_var)]
+    moved = torch.cat(buffers).to(sums.dtype).lerp_(sums / divisor, rate)
+    torch._foreach_copy_(buffers, [*moved.split([len(buffer) for buffer in buffers])])
 
 
 @functools.lru_cache(maxsize=256)

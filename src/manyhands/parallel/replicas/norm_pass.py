@@ -103,7 +103,7 @@ class NormPass(torch.autograd.Function):
             values, off = _centered(part, mean[first : first + groups], info)
             scale = inverse[first : first + groups]
             scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
-            shift = -off * scale if bias is None else bias - off * scale
+            shift = -off * scale if bias is None else torch.addcmul(bias, off, scale, value=-1)
             spread = expand_per_channel(scale, values), expand_per_channel(shift.to(scale.dtype), values)
             outputs.append(_scale_and_shift(values, *spread, part, in_place=info.all_reduce is not None))
         return tuple(outputs)
@@ -121,20 +121,23 @@ class NormPass(torch.autograd.Function):
             values, off = _centered(part, mean[of], info)
             wide = split_into_groups(gradient.to(computed_dtype(part)), groups)
             total = _sum_per_channel(wide, sums.dtype)
-            sums[of, 0] += total
-            sums[of, 1] += (_sum_per_channel(wide * values, sums.dtype) - off * total) * inverse[of]
+            sums[of, 0].add_(total)
+            product = _sum_per_channel(wide * values, sums.dtype)
+            sums[of, 1].addcmul_(product.addcmul_(off, total, value=-1), inverse[of])
             pieces.append((part, wide, values, off, of))
-        weight_gradient = None if weight is None else sums[:, 1].sum(0).to(weight.dtype)
-        bias_gradient = None if bias is None else sums[:, 0].sum(0).to(bias.dtype)
+        over_groups = sums.sum(0)
+        weight_gradient = None if weight is None else over_groups[1].to(weight.dtype)
+        bias_gradient = None if bias is None else over_groups[0].to(bias.dtype)
         if info.all_reduce is not None:
             info.all_reduce(sums)
-        means = sums / ctx.counts
+        negative_means = sums / -ctx.counts
         scale = inverse if weight is None else inverse * weight
         inputs: list[Tensor] = []
         for part, wide, values, off, of in pieces:
-            slope = -means[of, 1] * inverse[of]
-            shift = (-means[of, 0] - slope * off) * scale[of]
-            slope, times, shift = (expand_per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
+            slope = negative_means[of, 1] * inverse[of]
+            shift = torch.addcmul(negative_means[of, 0], slope, off, value=-1) * scale[of]
+            spread = torch.stack([slope, scale[of], shift]).to(wide.dtype)
+            slope, times, shift = (expand_per_channel(one, values) for one in spread)
             # (gradient + values times slope) times scale, plus shift
             in_place = info.all_reduce is not None
             tilted = values.mul_(slope).add_(wide) if in_place else torch.addcmul(wide, values, slope)
