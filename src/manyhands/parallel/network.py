@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout, shard_boundaries
@@ -169,7 +170,11 @@ def is_dtensor(tensor: Any) -> bool:
 
 def full_tensor(tensor: Any) -> Any:
     """Returns the unsharded tensor. A collective if `tensor` is a DTensor."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    # torch crashes if gloo gathers from the memory of an accelerator (pytorch/pytorch#152645).
+    gloo = dist.get_backend(tensor.device_mesh.get_group(0)) == "gloo"
+    return (tensor.cpu() if gloo else tensor).full_tensor()
 
 
 def shard_like(value: Tensor, parameter: Any) -> Tensor:
