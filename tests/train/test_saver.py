@@ -1,8 +1,12 @@
 """Saves: how often they come, and that what is written beside training is of the moment when it was asked for."""
 
+import functools
 import json
 import math
 import threading
+import time
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +30,7 @@ from manyhands.train.saver import (
     best_save_interval,
     count_earlier_failures,
     estimate_seconds_between_failures,
-)
+)  # fmt: skip
 from manyhands.train.state import Progress, capture, copy_to_cpu
 
 
@@ -48,8 +52,7 @@ def test_what_was_seen_counts_and_no_quiet_time_makes_a_run_careless(failures, t
     assert 0 < found <= EXPECTED_S / machines
     assert estimate_seconds_between_failures(0, trained_s, machines) == pytest.approx(EXPECTED_S / machines)
     assert estimate_seconds_between_failures(failures + 1, trained_s, machines) <= found
-    many = estimate_seconds_between_failures(10**6, 1e9, 1)
-    assert many == pytest.approx(1e9 / 10**6, rel=1e-4)
+    assert estimate_seconds_between_failures(10**6, 1e9, 1) == pytest.approx(1e9 / 10**6, rel=1e-4)
 
 
 def _diary(tmp_path, *kinds):
@@ -69,7 +72,6 @@ def _diary(tmp_path, *kinds):
         (("started", "first-step", "saved", "restarted", "started", "resumed", "saved", "restarted"), 2, 40),
         (("started", "first-step", "saved", "restarted", "failed"), 1, 20),
         (("started", "first-step", "saved", "regrouped", "started", "resumed", "finished"), 0, 30),
-        # Nobody left a word: what follows the last one isn't known.
         (("started", "first-step", "saved"), 1, 10),
         (("started", "first-step", "saved", "started", "resumed", "stopped"), 1, 30),
     ],
@@ -96,17 +98,19 @@ PATIENCE_S = 60
 
 
 def test_training_continues_during_a_write_and_gets_its_result():
-    saver, may = Saver(), threading.Event()
+    saver, may, snapshot = Saver(), threading.Event(), nn.Linear(1, 1)
+    weakref.finalize(snapshot, time.sleep, 0.2)
 
-    def write():
+    def write(_):
         assert may.wait(PATIENCE_S)
         return SaveOutcome(digests={"model": "7"})
 
-    saver.start_save(7, write)
+    saver.start_save(7, functools.partial(write, snapshot))
+    del snapshot
     assert (saver.step, saver.done) == (7, False)
     may.set()
     assert saver.end_save() == SaveOutcome(digests={"model": "7"})
-    assert saver.step is None
+    assert "saving" not in [one.name for one in threading.enumerate()]  # it has freed the snapshot too
     saver.start_save(8, None)  # a process that writes nothing
     assert (saver.step, saver.done) == (8, False)
     assert saver.end_save() is None
@@ -115,12 +119,8 @@ def test_training_continues_during_a_write_and_gets_its_result():
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(background):
     saver = Saver()
-
-    def fail(error):
-        raise error
-
     for step, error in enumerate((SaveError("the disk is full"), TypeError("not plain data"))):
-        saver.start_save(step, lambda error=error: fail(error), background=background)
+        saver.start_save(step, mock.Mock(side_effect=error), background=background)
         saver.wait()
         assert saver.done
         if step:
@@ -136,7 +136,6 @@ def test_what_training_changes_afterwards_is_not_in_the_copy():
     optimizer = torch.optim.LBFGS(network.parameters(), max_iter=3)
 
     def loss():
-        optimizer.zero_grad()
         value = (network(torch.ones(4, 2)) - 3).square().sum()
         value.backward()
         return value

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from manyhands.checkpoint.write import NotFiniteError, SaveError
@@ -43,15 +43,17 @@ class Saver:
         self.writers: Mapping[int, range] = {0: range(1)}
         self.interval: SaveInterval | None = None  # on rank 0, unless checkpoint.every sets the time between saves
         self._written: Future[SaveOutcome] | None = None
+        self._thread: threading.Thread | None = None
 
     def start_save(self, step: int, write: Callable[[], SaveOutcome] | None, *, background: bool = True) -> None:
         """Starts a save or, without `background`, runs it. `write` is None on processes that don't write."""
-        self.step, self.wrote_s, self._written = step, 0.0, None
+        self.step, self.wrote_s, self._written, self._thread = step, 0.0, None, None
         if write is None:
             return
         written = self._written = Future[SaveOutcome]()
         if background:
-            threading.Thread(target=self._run_write, args=(write, written), name="saving", daemon=True).start()
+            self._thread = threading.Thread(target=self._run_write, args=(write, written), name="saving", daemon=True)
+            self._thread.start()
         else:
             self._run_write(write, written)
             self.wrote_s = 0.0
@@ -61,11 +63,13 @@ class Saver:
         return self._written is not None and self._written.done()
 
     def wait(self) -> None:
-        if self._written:
-            wait([self._written])
+        """Waits for the save and for its thread: a thread that frees tensors while Python exits ends the process."""
+        if self._thread:
+            self._thread.join()
 
     def end_save(self) -> SaveOutcome | None:
         """Waits for the save and returns its result, None if this process doesn't write. Raises unexpected errors."""
+        self.wait()
         written, self._written, self.step = self._written, None, None
         return written.result() if written else None
 
