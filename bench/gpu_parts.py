@@ -15,35 +15,44 @@ import torch
 from PIL import Image
 from tests.e2e import command
 from tests.gpu.case import Skip
+from tests.processes.updates import built, updates
 from torch import nn
 from torchvision import models
+
+from manyhands.core.devices import wait_for_device
+from manyhands.core.world import World
 
 QUIET = ["--set", "run.report=false", "--set", "train.evaluate_every=0", "--checkpoint.every", "never"]
 ROUNDS = 3
 
 
+def _bare_steps(model, images, labels):
+    """Makes an update on the same pictures at each `next`."""
+    kind = images.device.type
+    images = images.to(memory_format=torch.channels_last)
+    model = model.to(images.device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    while True:
+        optimizer.zero_grad()
+        with torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu"):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        yield
+
+
 def _bare(model, shape, classes, device, updates):
     """Images a second of a loop that does nothing else, and the most memory that it takes in MiB."""
-    kind, half = device.partition(":")[0], device != "cpu"
-    model = model.to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    images = torch.rand(shape, device=device).to(memory_format=torch.channels_last)
-    labels = torch.arange(shape[0], device=device) % classes
-
-    def made(count):
-        for _ in range(count):
-            optimizer.zero_grad()
-            with torch.autocast(kind, torch.bfloat16, enabled=half):
-                loss = nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-        return loss.item()  # waits for the card
-
-    made(3)
+    steps = _bare_steps(model, torch.rand(shape, device=device), torch.arange(shape[0], device=device) % classes)
+    for _ in range(3):
+        next(steps)
+    wait_for_device(device)
     began = time.perf_counter()
-    made(updates)
+    for _ in range(updates):
+        next(steps)
+    wait_for_device(device)
     took = time.perf_counter() - began
-    peak = torch.get_device_module(device).max_memory_allocated(device) >> 20 if half else 0
+    peak = torch.get_device_module(device).max_memory_allocated(device) >> 20 if device != "cpu" else 0
     return {"images_per_s": shape[0] * updates / took, "memory_mib": peak}
 
 
@@ -84,6 +93,42 @@ def _small_resnet(num_classes):
     model = models.resnet18(num_classes=num_classes)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model
+
+
+def kernels_of_an_update(device):
+    """What an update of ResNet-18 on 512 pictures of 32x32 launches, and its milliseconds. On a CPU, ops are counted.
+
+    Unlike a speed, the number of kernels doesn't depend on the machine.
+    """
+    kind, batch, size = device.partition(":")[0], *((512, 32) if device != "cpu" else (32, 8))
+    settings = {
+        "data.name": f"synthetic:{50 * batch}x3x{size}x{size}x10", "train.batch": batch, "train.epochs": 9,
+        "train.precision": "bf16" if device != "cpu" else "fp32", "train.channels_last": True, "run.report": False,
+    }  # fmt: skip
+    pictures, labels = torch.rand(batch, 3, size, size, device=device), torch.arange(batch, device=device) % 10
+    found = {"bare": _profiled(kind, _bare_steps(_small_resnet(10), pictures, labels))}
+    for group in (32, "global"):
+        with built(World(device=device), _small_resnet(10), {**settings, "train.norm_group": group}) as trainer:
+            found[f"norm_group {group}"] = _profiled(kind, updates(trainer, 100))
+    return found
+
+
+def _profiled(kind, steps):
+    for _ in range(5):
+        next(steps)
+    wait_for_device(kind)
+    began = time.perf_counter()
+    for _ in range(20):
+        next(steps)
+    wait_for_device(kind)
+    milliseconds = 1000 * (time.perf_counter() - began) / 20
+    with torch.profiler.profile() as profile:
+        next(steps)
+        wait_for_device(kind)
+    # Of a device's events; on a CPU, of the ops that call no other.
+    own = [one for one in profile.events() if kind in str(one.device_type).lower() and not one.cpu_children]
+    device_ms = sum(one.device_time_total for one in own) / 1000
+    return {"kernels": len(own), "device_ms": round(device_ms, 2), "milliseconds": round(milliseconds, 2)}
 
 
 def resnet50_at_224_from_packed(device):

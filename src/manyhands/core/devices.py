@@ -11,7 +11,7 @@ from manyhands.core.machine import cpu_model
 
 # Types of accelerators on which `make test-gpu` has passed; others get only torch's defaults, unless the environment
 # variable names the type (docs/guides/gpu-results.md).
-_PASSED: tuple[str, ...] = ()
+_PASSED = () if torch.version.hip else ("cuda",)  # ROCm's type is cuda too, and has not passed
 TESTED_DEVICES = (*_PASSED, *os.environ.get("MANYHANDS_TESTED_DEVICES", "").split(","))
 
 
