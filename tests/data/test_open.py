@@ -13,7 +13,7 @@ from manyhands.data.loading import open_loader
 from manyhands.data.open import open_data, resolve_pixels, wrap_data_sets
 from manyhands.data.options import DataOptions, others_can_write, private_folder
 from manyhands.data.samples import stored_labels
-from manyhands.data.splits import ImagesInMemory, UserSamples
+from manyhands.data.splits import ImagesInMemory, UserSamples, map_labels_by_name
 from manyhands.data.transforms import Pixels
 
 PIXELS = Pixels(32, 3, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "crop-flip")
@@ -169,6 +169,8 @@ def test_the_classes_of_an_evaluated_set_follow_their_names(known):
         for source in (splits.test, splits.held_out):
             assert served(source)[:3] == expected
             assert source.labels is None or source.labels.tolist()[:3] == expected
+    with pytest.raises(UserError, match='the run has no class "bee", "cow"'):
+        map_labels_by_name(splits.test, ("bee", "cow"), ("0", "1", "2"), "")
     for test, held_out in [(of(["bee", "cow", "dog"]), None), (None, of(["bee", "cow", "dog"]))]:
         with pytest.raises(UserError, match='the run has no class "dog"') as raised:
             wrap_data_sets(train, test, PLAIN, held_out)

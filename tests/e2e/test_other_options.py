@@ -63,6 +63,16 @@ def test_a_finished_run_is_not_relabelled(finished):
     assert fit().status == "finished"
 
 
+def test_an_unfinished_run_is_not_continued_with_another_network_or_data_set():
+    with pytest.raises(ManyhandsError, match="RuntimeError"):
+        fit(epochs=2, at_epoch_end=failing)
+    before = contents()
+    for model, data, key in (("cnn", DATA, "model.name"), ("mlp", "synthetic:60x1x8x8x4", "data.name")):
+        refused(f"train {data} {model} --out run", by=alone, says=("run holds another run", key, "--out run-2"))
+        assert contents() == before
+    assert fit(epochs=2).status == "finished"
+
+
 class Small(nn.Module):
     def __init__(self, scale=1.0):
         super().__init__()
@@ -187,10 +197,11 @@ class Named(TensorDataset):
         self.classes, self.targets = classes, labels
 
 
-def interrupted(train_set, **changes):
-    def failing(end):
-        raise RuntimeError(str(end.epoch))
+def failing(end):
+    raise RuntimeError(str(end.epoch))
 
+
+def interrupted(train_set, **changes):
     with pytest.raises(ManyhandsError, match="RuntimeError"):
         of_objects(train_set=train_set, epochs=2, at_epoch_end=failing, **changes)
 

@@ -14,16 +14,7 @@ from manyhands.core.records import REPLACED, Event, Failure, Running, append, re
 from manyhands.core.run_folder import RunFolder
 from manyhands.report import page
 from manyhands.report.read import read_run
-from manyhands.run.outcome import (
-    conclude,
-    error_of_ending,
-    explain_run,
-    record_event,
-    record_interrupt,
-    recording_errors,
-    report_on,
-    starts_and_stops,
-)
+from manyhands.run import outcome
 from tests.report.fake_run import step_record
 
 JOB = load_job({"data.name": "digits", "cluster.hosts": ["n1", "n2"]}, environment={}).job
@@ -48,7 +39,7 @@ def put(folder, *turns, saved=None):
 
 
 def why(folder, head=None):
-    return explain_run(read_run(folder.path), head)
+    return outcome.explain_run(read_run(folder.path), head)
 
 
 def record(**more):
@@ -83,7 +74,7 @@ NOTHING, KILLED = "stopped before anything was saved", "rank 1 was killed by SIG
 def test_what_a_stop_has_ended_is_no_failure_unless_it_cost_the_save(saved, turns, ending, code, says, folder):
     put(folder, *turns, saved=saved)
     with pytest.raises(ManyhandsError, match=says) as raised:
-        conclude(JOB, folder, ending)
+        outcome.conclude(JOB, folder, ending)
     assert_noted(raised.value, code, saved, folder)
     assert ("without a save" in raised.value.message) == ("without a save" in says)
 
@@ -111,7 +102,7 @@ def test_ctrl_c_before_the_first_start_is_the_stop_of_a_run(saved, again, code, 
             if again:
                 raise KeyboardInterrupt
 
-    with pytest.raises(ManyhandsError) as raised, recording_errors(JOB, folder):
+    with pytest.raises(ManyhandsError) as raised, outcome.recording_errors(JOB, folder):
         halted()
     assert_noted(raised.value, code, saved, folder)
     assert ("without a save" in raised.value.message) == again
@@ -121,15 +112,15 @@ def test_ctrl_c_before_the_first_start_is_the_stop_of_a_run(saved, again, code, 
 @pytest.mark.parametrize("fault", [{"failed": {1: -9}}, {"lost": {"n2": "the connection ended"}}])
 def test_what_ends_after_the_stops_checkpoint_was_committed_takes_nothing_away(fault, noted, folder):
     put(folder, "started", "stopping|368", *["stopped|368|stopped and saved at step 368"] * noted, saved=368)
-    outcome = conclude(JOB, folder, Ending(interrupted=1, **fault))
-    assert (outcome.status, outcome.exit_code) == ("stopped", 75)
+    concluded = outcome.conclude(JOB, folder, Ending(interrupted=1, **fault))
+    assert (concluded.status, concluded.exit_code) == ("stopped", 75)
     assert [line["step"] for line in read_lines(folder.events) if line["kind"] == "stopped"] == [368]
 
 
 def test_an_earlier_commands_stop_is_not_taken_for_that_of_processes_that_failed_before_they_had_started(folder):
     put(folder, "started", "stopping|300", "stopped|300", saved=300)
     with pytest.raises(RunError, match=KILLED):
-        conclude(JOB, folder, Ending(interrupted=1, failed={1: -9}), len(starts_and_stops(folder)))
+        outcome.conclude(JOB, folder, Ending(interrupted=1, failed={1: -9}), len(outcome.starts_and_stops(folder)))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +132,7 @@ def test_an_earlier_commands_stop_is_not_taken_for_that_of_processes_that_failed
 )
 def test_an_error_before_the_first_start_is_recorded_and_also_raised_if_that_fails(fault, host, cause, hint, folder):
     for place in (folder, RunFolder(folder.path / "gone")):
-        with pytest.raises(type(fault)) as raised, recording_errors(JOB, place):
+        with pytest.raises(type(fault)) as raised, outcome.recording_errors(JOB, place):
             raise fault
         assert raised.value is fault
     (event,) = read_lines(folder.events)
@@ -153,11 +144,11 @@ def test_an_error_before_the_first_start_is_recorded_and_also_raised_if_that_fai
 
 def test_every_failure_of_a_run_that_has_saved_says_how_to_resume(folder):
     ending = Ending(failed={1: 1}, records={1: record()})
-    assert "resume" not in str(error_of_ending(folder, ending))
+    assert "resume" not in str(outcome.error_of_ending(folder, ending))
     put(folder, saved=50)
-    assert "resume from the last checkpoint, of step 50" in str(error_of_ending(folder, ending))
+    assert "resume from the last checkpoint, of step 50" in str(outcome.error_of_ending(folder, ending))
     ending.records[1] = record(hints=["make room, then manyhands resume x"])
-    assert str(error_of_ending(folder, ending)).count("manyhands resume") == 1
+    assert str(outcome.error_of_ending(folder, ending)).count("manyhands resume") == 1
 
 
 def test_an_error_that_all_processes_raise_is_of_the_rank_that_it_names():
@@ -182,7 +173,7 @@ def test_a_process_that_left_no_word_is_named_with_its_own_machine():
 
 def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhere(folder):
     assert saved_step(folder) is None
-    assert NOTHING in str(record_interrupt(folder))
+    assert NOTHING in str(outcome.record_interrupt(folder))
     put(folder, "saved|7", "saved|40")
     assert (saved_step(folder), available_step(folder)) == (40, None)  # the checkpoints were deleted
     for local in (True, False):
@@ -190,7 +181,7 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
         assert available_step(folder) == (None if local else 40)
     put(folder, saved=50)
     (folder.checkpoints / ".step-00000060.part").mkdir()
-    text = str(record_interrupt(folder))
+    text = str(outcome.record_interrupt(folder))
     assert "the last checkpoint is step 50" in text
     assert f"resume from step 50: manyhands resume '{folder.path}'" in text
 
@@ -205,7 +196,7 @@ def test_a_page_that_is_not_drawn_is_said_and_fails_nothing(raised, reported, fo
 
     folder.metrics.touch()
     monkeypatch.setattr(page, "write_report", fails)
-    report_on(JOB, folder)
+    outcome.report_on(JOB, folder)
     assert reported in capsys.readouterr().err
 
 
@@ -254,7 +245,7 @@ def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
 def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(folder):
     put(folder, "saved|8|s", "stopped|8|saved")
     replaced = "the run was stopped from n2 or taken over by another launcher"
-    record_event(folder, REPLACED, replaced)
+    outcome.record_event(folder, REPLACED, replaced)
     found = why(folder)
     assert found.cause == replaced
     assert "on the other launcher's machine, run manyhands why" in found.do[0]

@@ -16,16 +16,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.options import MODES
+from manyhands.sync import costs
 from manyhands.sync.choose import EXACT, choose_method, cost_label, run_days
-from manyhands.sync.costs import (
-    FACTOR_VALUE_BYTES,
-    Cost,
-    LinkCase,
-    divide_into_batches,
-    low_rank_layout,
-    mean_bytes,
-    value_bytes,
-)
 from manyhands.sync.link_speeds import LinkSpeed, parse_link
 from manyhands.sync.options import METHODS, SyncOptions
 from manyhands.train import choose_sync
@@ -44,13 +36,13 @@ steps_s = st.floats(1e-3, 10)
 
 
 def case_of(link, step_s=1.0, steps=100_000, machines=3):
-    return LinkCase(RESNET18, 4, BUFFERS, machines, step_s, step_s / 2, link, steps)
+    return costs.LinkCase(RESNET18, 4, BUFFERS, machines, step_s, step_s / 2, link, steps)
 
 
 @st.composite
 def cases(draw, fewest=2, most=64):
     step_s = draw(steps_s)
-    return LinkCase(
+    return costs.LinkCase(
         draw(st.one_of(shapes, st.just(RESNET18))), draw(st.sampled_from([4, 8])), draw(st.integers(0, 20_000)),
         draw(st.integers(fewest, most)), step_s, step_s * draw(st.floats(0, 1)), draw(links),
         draw(st.integers(1, 10**7)),
@@ -125,28 +117,32 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     case = case_of(LinkSpeed(1e6, 0.0), machines=machines)
     values = sum(math.prod(shape) for shape in RESNET18)
     statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
-    ranks = low_rank_layout(RESNET18, rank)
+    ranks = costs.low_rank_layout(RESNET18, rank)
     control = 2 * (machines - 1) * 220
-    thin = sum(mean_bytes(ranks.values(turn), machines, FACTOR_VALUE_BYTES) for turn in (0, 1)) / 2 + control
-    costs = {(cost.method, cost.codec): cost for cost in choose_method(case, SyncOptions(rank=rank, every=10)).costs}
-    int4 = mean_bytes(values, machines, value_bytes("int4", 4)) + control
+    thin = (
+        sum(costs.mean_bytes(ranks.values(turn), machines, costs.FACTOR_VALUE_BYTES) for turn in (0, 1)) / 2 + control
+    )
+    by_method = {
+        (cost.method, cost.codec): cost for cost in choose_method(case, SyncOptions(rank=rank, every=10)).costs
+    }
+    int4 = costs.mean_bytes(values, machines, costs.value_bytes("int4", 4)) + control
     expected = {
         ("allreduce", "none"): 2 * (machines - 1) / machines * 4 * values + statistics,
         ("bf16", "none"): 2 * (machines - 1) / machines * 2 * values + statistics,
         ("local", "lowrank"): thin / 10,
         ("local", "int4"): int4 / 10,
     }
-    assert {key: costs[key].sent_bytes for key in expected} == pytest.approx(expected)
+    assert {key: by_method[key].sent_bytes for key in expected} == pytest.approx(expected)
     # In batches, of which each is filled up and has its own messages.
-    number = len(divide_into_batches(RESNET18, rank))
-    assert thin <= costs["powersgd", "none"].sent_bytes <= thin + number * (control + 2 * (machines - 1) * 2 * 258)
+    number = len(costs.divide_into_batches(RESNET18, rank))
+    assert thin <= by_method["powersgd", "none"].sent_bytes <= thin + number * (control + 2 * (machines - 1) * 2 * 258)
 
 
 @given(shapes, st.integers(1, 16))
 def test_batches_have_every_tensor_once_and_turns_send_about_equally_much(shapes, rank):
-    places = divide_into_batches(shapes, rank)
+    places = costs.divide_into_batches(shapes, rank)
     assert [place for batch in places for place in batch] == list(reversed(range(len(shapes))))
-    ranks = low_rank_layout(shapes, rank)
+    ranks = costs.low_rank_layout(shapes, rank)
     for matrix in ranks.matrices:
         assert matrix.rows * matrix.columns == math.prod(shapes[matrix.place])
         assert matrix.rank >= rank
@@ -200,7 +196,7 @@ def test_a_decision_is_found_again_in_a_checkpoint(case, wanted):
 
 
 def test_a_decision_does_not_outlive_what_rules_it_out():
-    kept = {**asdict(Cost("powersgd", 1.0, 1.0)), "processes": 3}
+    kept = {**asdict(costs.Cost("powersgd", 1.0, 1.0)), "processes": 3}
     assert previous_cost(kept, Job(sync=SyncOptions(method="auto")), 3)
     assert previous_cost(kept, Job(sync=SyncOptions(method="auto"), train=TrainOptions(precision="fp16")), 3) is None
     for wrong in (None, "auto", [], {**kept, "method": "magic"}, {**kept, "every": 1e999}, {**kept, "delay": 2}):
@@ -232,7 +228,7 @@ def test_each_combination_is_taken_or_refused_by_name(mode):
 def test_each_method_says_what_it_does_and_what_it_costs(method):
     choice = load_choice(METHODS, method)
     assert bool(getattr(choice, "EXCEPTION", "")) != choice.EXACT
-    case = LinkCase(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, LinkSpeed(1e6, 1e-4), 1000)
+    case = costs.LinkCase(((64, 64), (64,)), 4, 10, 2, 1.0, 0.5, LinkSpeed(1e6, 1e-4), 1000)
     for cost in choice.estimate(case, SyncOptions()):
         assert cost.method == method
         assert cost.sent_bytes > 0

@@ -15,17 +15,9 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import ParallelNetwork, full_batch
+from manyhands.train import optimize
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.loss import make_loss_fn
-from manyhands.train.optimize import (
-    count_updates,
-    largest_learning_rate,
-    make_optimizer,
-    make_schedule,
-    restore_optimizer,
-    state_values_per_parameter,
-    total_steps,
-)
 from manyhands.train.step import PartialUpdate, StepSums, Updater
 
 # Those of the network and the loss, some 30, are among them.
@@ -44,7 +36,7 @@ def _mixed(kinds):
 
 def _updater(model):
     options = TrainOptions()
-    optimizer = make_optimizer(model, options, sharded=False)
+    optimizer = optimize.make_optimizer(model, options, sharded=False)
     run = RunContext(Job(train=options), NOWHERE, World(), Journal(NOWHERE, 0), "single")
     return Updater(run, ParallelNetwork(model), optimizer, make_loss_fn(options), lambda _: None)
 
@@ -138,7 +130,7 @@ def test_a_weight_is_given_to_backward_to_the_last_bit(weight, shape, kind):
 @pytest.mark.parametrize("kinds", [(torch.float32,) * 3, (torch.float32, torch.float64, torch.float32)])
 def test_an_update_of_ours_is_torchs_to_the_last_bit(options, torchs, kinds):
     ours, others = (_mixed(kinds) for _ in range(2))
-    optimizer = make_optimizer(ours, TrainOptions(lr=0.1, weight_decay=0.01, **options), sharded=False)
+    optimizer = optimize.make_optimizer(ours, TrainOptions(lr=0.1, weight_decay=0.01, **options), sharded=False)
     twins = {id(one): twin for one, twin in zip(ours.parameters(), others.parameters(), strict=True)}
     groups = [{**group, "params": [twins[id(one)] for one in group["params"]]} for group in optimizer.param_groups]
     other, hooked = torchs(groups, lr=0.1, fused=True), []
@@ -198,8 +190,8 @@ def test_buffers_that_a_module_resizes_or_removes_are_put_back_with_an_update_th
 )
 def test_updates_of_a_job(options, total, made):
     train = TrainOptions(**{"batch": 10, **options})
-    assert total_steps(train, 10) == total
-    assert count_updates(train, 98) == made
+    assert optimize.total_steps(train, 10) == total
+    assert optimize.count_updates(train, 98) == made
 
 
 @pytest.mark.parametrize("decays", [False, True])
@@ -209,23 +201,25 @@ def test_biases_move_by_a_multiple_of_the_rate_and_decay_as_weights_do(decays):
     train = TrainOptions(
         lr=0.5, momentum=0.0, weight_decay=0.25, bias_rate=8.0, decay_norm_and_bias=decays, schedule="constant"
     )
-    optimizer = make_optimizer(model, train, sharded=False)
-    make_schedule(optimizer, train, 10)(0)
+    optimizer = optimize.make_optimizer(model, train, sharded=False)
+    optimize.make_schedule(optimizer, train, 10)(0)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert model.weight.item() == 1 - 0.5 - 0.5 * 0.25
     assert model.bias.item() == 1 - 4.0 - (0.5 * 0.25 if decays else 0)
-    assert largest_learning_rate(optimizer) == 0.5
+    assert optimize.largest_learning_rate(optimizer) == 0.5
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.0}, {"optimizer": "adamw"}])
 def test_slots_are_what_the_optimizer_keeps(options):
     train = TrainOptions(**options)
     model = nn.Linear(3, 2)
-    state = make_optimizer(model, train, sharded=False).state[model.weight]
-    assert state_values_per_parameter(train) == sum(tensor.shape == model.weight.shape for tensor in state.values())
+    state = optimize.make_optimizer(model, train, sharded=False).state[model.weight]
+    assert optimize.state_values_per_parameter(train) == sum(
+        tensor.shape == model.weight.shape for tensor in state.values()
+    )
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adamw"}])
@@ -234,7 +228,7 @@ def test_a_restored_optimizer_makes_the_updates_of_the_saved_one_in_any_memory_f
 
     def made():
         model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        return model, make_optimizer(model, TrainOptions(lr=0.1, **options), sharded=False)
+        return model, optimize.make_optimizer(model, TrainOptions(lr=0.1, **options), sharded=False)
 
     def update(model, optimizer):
         torch.manual_seed(1)
@@ -250,7 +244,7 @@ def test_a_restored_optimizer_makes_the_updates_of_the_saved_one_in_any_memory_f
     }
     second, other = made()
     second.load_state_dict(first.state_dict())
-    restore_optimizer({"state": state, "param_groups": optimizer.state_dict()["param_groups"]}, second, other)
+    optimize.restore_optimizer({"state": state, "param_groups": optimizer.state_dict()["param_groups"]}, second, other)
     strides = {one.stride() for one in other.state[second.weight].values() if one.ndim == 4}
     assert strides == {second.weight.stride()}
     update(first, optimizer)

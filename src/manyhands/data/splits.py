@@ -101,11 +101,15 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
 
 
 def map_labels_by_name(source: Source, names: tuple[str, ...], target_names: tuple[str, ...], place: str) -> Source:
-    """Converts labels (indices into `names`) to indices into `target_names`. Raises UserError if a name is missing."""
+    """Converts labels (indices into `names`) to indices into `target_names`. Raises UserError if a name is missing.
+
+    Numbered classes have no names: labels are kept if `names` are numbered, or all `target_names` are.
+    """
     if names == target_names[: len(names)]:
         return source
     unknown = [name for name in names if name not in target_names]
-    if unknown and len(names) <= len(target_names) and (are_numbered(names) or are_numbered(target_names)):
+    indices = are_numbered(names) and len(names) <= len(target_names)
+    if unknown and (indices or (are_numbered(target_names) and len(names) == len(target_names))):
         return source
     if unknown:
         from manyhands.data.layout import lookalike_difference

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manyhands.checkpoint.files import step_folders
 from manyhands.checkpoint.trained import INITIAL_WEIGHTS, find_record
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, flatten, written_values
@@ -61,15 +62,23 @@ def refuse_changes(
 ) -> None:
     """Raises UserError if the job or code has changed after the run finished, because the change would have no effect.
 
-    `resume_hint`: the user asked to resume, so that only changes without effect are refused. `digests`: returns the
-    digests, by name, of objects and code that the job doesn't name.
+    Of an unfinished run with checkpoints, another network or data set is refused. `resume_hint`: the user asked to
+    resume, so that only changes without effect are refused. `digests`: returns the digests, by name, of objects and
+    code that the job doesn't name.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
         return
-    if status(run := read_run(folder.path)) != "finished":
-        return
     found = [change for change in changes_since(folder, job) if change.decides]
+    asked = resume_hint or "checkpoint.resume" in loaded.origins
+    another = f"use --out {shlex.quote(str(unused_path(folder.path.parent, folder.path.name, first=2)))}"
+    if status(run := read_run(folder.path)) != "finished":
+        other = [change for change in found if change.key in {"data.name", "model.name"}]
+        if other and not asked and step_folders(folder.checkpoints):
+            words = ["manyhands", "resume", str(folder.path), *_as_flags(other)]
+            hints = (another, f"or, to continue the run with this change: {shlex.join(words)}")
+            raise UserError(f"{folder.path} holds another run: {_format_changes(other)}", "--out", hints)
+        return
     if not found:
         named = (job.model.name, job.data.name, job.data.held_out, *job.train.custom_code)
         try:
@@ -82,9 +91,8 @@ def refuse_changes(
         found = [change for change in found if change.key != INITIAL_WEIGHTS]  # a resumed run loads its own weights
     if not found:
         return
-    if not resume_hint and "checkpoint.resume" not in loaded.origins:
-        another = unused_path(folder.path.parent, folder.path.name, first=2)
-        hints = [*_longer_hint(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
+    if not asked:
+        hints = [*_longer_hint(folder, job, found), f"to train from scratch, {another}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')
         what = f"the run in {folder.path} has finished, but the job has changed: {_format_changes(found)}"
@@ -106,8 +114,8 @@ def refuse_ineffective(folder: RunFolder, found: list[Change], step: int, total:
 
 
 def _longer_hint(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
-    """Returns a hint with the command that trains a finished run longer; [] if the network has changed."""
-    if any(change.key.startswith("model.") for change in found):
+    """Returns a hint with the command that trains a finished run longer; [] if the network or data set has changed."""
+    if any(change.key == "data.name" or change.key.startswith("model.") for change in found):
         return []
     former = written_values(folder.job).get("train.epochs")
     before = former if isinstance(former, int) else job.train.epochs
@@ -116,10 +124,12 @@ def _longer_hint(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
         return [f'to train this run longer: fit(…, epochs={epochs}, checkpoint__resume="auto")']
     lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
     rest = [each for each in found if each.old is not None and each.key not in {"train.epochs", *lost}]
-    words = ["manyhands", "resume", str(folder.path), "--epochs", str(epochs)]
-    for change in rest:
-        words += ["--set", f"{change.key}={json.dumps(change.new, ensure_ascii=False)}"]
+    words = ["manyhands", "resume", str(folder.path), "--epochs", str(epochs), *_as_flags(rest)]
     return [f"to train this run longer: {shlex.join(words)}"]
+
+
+def _as_flags(found: list[Change]) -> list[str]:
+    return [word for one in found for word in ("--set", f"{one.key}={json.dumps(one.new, ensure_ascii=False)}")]
 
 
 def _format_changes(found: list[Change]) -> str:
