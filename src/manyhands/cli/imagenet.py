@@ -172,8 +172,8 @@ def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None)
     count, rank = (None if number == -1 else number for number in (flags.world_size, flags.rank))
     asked = count is not None or rank is not None
     if by_environment:
-        count = _number_variable(variables, "WORLD_SIZE") if count is None else count
-        rank = _number_variable(variables, "RANK") if rank is None else rank
+        count = _read_count(variables, "WORLD_SIZE") if count is None else count
+        rank = _read_count(variables, "RANK") if rank is None else rank
     _check_rank(count, rank)
     if count in (None, 1) and not by_environment:
         return Nodes()
@@ -298,7 +298,7 @@ def _check_conflicts(flags: ImagenetFlags) -> None:
             _refuse(f"{name} must be {least} or more, found {value}", name, f"use {name} {max(least, 1)}, for example")
 
 
-def _number_variable(variables: Mapping[str, str], name: str) -> int:
+def _read_count(variables: Mapping[str, str], name: str) -> int:
     from manyhands.core.files import parse_count
 
     text = variables.get(name, "")

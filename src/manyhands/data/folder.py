@@ -180,8 +180,8 @@ def _first_names(names: Sequence[str]) -> str:
 def split_listing(listing: Listing, evaluation_fraction: float) -> tuple[Listing, Listing]:
     """Splits a listing into (training, evaluation), class by class. The result depends only on the file names.
 
-    Evaluation gets `evaluation_fraction` of all pictures and, up to one picture, of each class. A class of two or more
-    pictures keeps at least one for training.
+    Evaluation gets `evaluation_fraction` of all pictures, and of each class (rounded to whole pictures). A class of two
+    or more pictures keeps at least one for training.
     """
     names = listing.names.names
     digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)

@@ -255,7 +255,7 @@ def request_join(run: str, host: str) -> str:
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := registry.require_launcher(found)).is_local:
         hints = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
-        raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
+        raise UserError(f"{head.name} was launched from {head.host}, not from this machine", head.run, hints)
     with socket.socket(socket.AF_UNIX) as head:
         try:
             with _short_path(folder / SOCKET) as short:

@@ -269,7 +269,7 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
     """
     if not record.is_local:
         hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)
-        raise UserError(f"{record.name} was launched from {record.host}", record.run, hints)
+        raise UserError(f"{record.name} was launched from {record.host}, not from this machine", record.run, hints)
     signal_launcher(record, signal.SIGTERM)
     if now:
         terminal.say(f"ending {record.name} (pid {record.pid}) without saving")

@@ -213,7 +213,7 @@ def averaging_cost(case: LinkCase, count: int, each_bytes: float) -> MessageCost
 
 
 def low_rank_cost(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> MessageCost:
-    """Returns the cost of averaging low-rank factors of tensors of the given shapes: the mean of both turns."""
+    """Returns the mean cost of averaging left and right factors, in turn, of tensors of the given shapes."""
     ranks = low_rank_layout(shapes, rank)
     both = [averaging_cost(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
     return MessageCost(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)

@@ -73,7 +73,7 @@ def make_loss_fn(options: TrainOptions, custom: Function | None = None) -> LossF
         raise unknown_choice_error("loss", options.loss, ["cross-entropy", "nll", "file.py:function"], "train.loss")
     if isinstance(function, type) and issubclass(function, nn.Module):
         name = function.__name__
-        raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
+        raise UserError(f"the loss {name} is a class, not an instance", "train.loss", (f"pass {name}()",))
     known = _torch_settings(function)
     return _split_loss(*known) if known else LossFn(functools.partial(_sum_custom_loss, function), custom=function)
 
@@ -314,7 +314,7 @@ def make_metrics(
             hints = ("name a function of outputs and labels that returns one value per sample",)
             raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _METRICS, hints)
         if isinstance(own, type):
-            raise UserError(f"the metric {name} is a class", _METRICS, (f"pass an instance: {own.__name__}()",))
+            raise UserError(f"the metric {name} is a class, not an instance", _METRICS, (f"pass {own.__name__}()",))
         found.append(CustomMetric(name, own))
     return tuple(found)
 

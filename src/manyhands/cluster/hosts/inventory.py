@@ -65,7 +65,7 @@ class LauncherPlace(ProcessInfo):
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, started_by: str, **values: tuple[Any, str]) -> "LauncherPlace":
+    def from_values(cls, started_by: str, **values: tuple[Any, str]) -> "LauncherPlace":
         """Creates a LauncherPlace from a (value, origin) pair for each field."""
         origins = {key.removesuffix("_index"): origin for key, (_, origin) in values.items()}
         return cls(started_by=started_by, origins=origins, **{key: value for key, (value, _) in values.items()})

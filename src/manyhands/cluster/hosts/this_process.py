@@ -235,7 +235,7 @@ def _decide(options: ClusterOptions, place: inventory.LauncherPlace, variables: 
 
 
 def find_machine(cluster: inventory.Cluster) -> int:
-    """Returns this machine's index, as the file states it or by name or address. Raises UserError if not unique."""
+    """Returns this machine's index: the file's, or of the only name or address that matches. Raises UserError."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())

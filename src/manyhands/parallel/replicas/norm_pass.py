@@ -146,7 +146,7 @@ class NormPass(torch.autograd.Function):
 
 
 def _centered(part: Tensor, mean: Tensor, info: PassGroups) -> tuple[Tensor, Tensor]:
-    """Returns (`part` minus the rounded mean, rounding error of the mean), or (`part`, mean) for unshared groups."""
+    """Returns `part` and `mean`, both minus an offset: the rounded mean if processes share groups, otherwise 0."""
     values = split_into_groups(part, len(mean))
     if info.all_reduce is None:
         return values, mean

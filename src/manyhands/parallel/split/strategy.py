@@ -234,7 +234,7 @@ def _shards_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[t
 
 
 def _letter_for_op(op: Op, letter: str, *, exact: bool) -> str:
-    """Returns `letter` if the op has it or `exact` is True, otherwise the equivalent c for o, or "" without any."""
+    """Returns `letter` if the op has it or `exact` is True. Otherwise "c" in place of "o" if the op has it, or ""."""
     if exact or letter in op.letters:
         return letter
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""

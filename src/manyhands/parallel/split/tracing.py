@@ -93,7 +93,7 @@ def describe_ops(
         if node.op == "placeholder":
             (begin or _describe_input)(op)
         else:
-            _set_letters(op, [ops[name] for name in op.sources])
+            _set_strategy_letters(op, [ops[name] for name in op.sources])
     return ops, ties
 
 
@@ -235,7 +235,7 @@ def _almost_equal(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= SAME * float(other.abs().max()) if one.numel() else True
 
 
-def _set_letters(op: Op, inputs: list[Op]) -> None:
+def _set_strategy_letters(op: Op, inputs: list[Op]) -> None:
     if op.reads_attribute:
         op.letters = {"n": Sharding((), SPREAD, partial=frozenset({""})), "r": Sharding((), WHOLE)}
         return

@@ -46,7 +46,7 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
     port = inventory.master_port(environment)
     if job and port[1] == "default":
         port = inventory.derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
-    return inventory.LauncherPlace.of(
+    return inventory.LauncherPlace.from_values(
         family, rank=(rank, words[0]), size=(size, words[1]), local_rank=(local_rank, words[2]),
         local_size=(local_size, words[3]), master_address=master, master_port=port,
     )  # fmt: skip

@@ -376,7 +376,7 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
             hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
             raise UserError(f"{name} is {found}; expected {words}", f"environment, and {where}", hints)
     table, first = f"rank table {where}", (servers[0].host, f"server_id {servers[0].server_id} of rank 0")
-    return inventory.LauncherPlace.of(
+    return inventory.LauncherPlace.from_values(
         "rank table", rank=(rank, "RANK_ID"), size=(size, table), local_rank=(local_rank, table),
         local_size=(len(server.device), table), device_index=(card, table),
         master_address=inventory.master_address(environment, alone=len(servers) == 1) or first,

@@ -36,7 +36,7 @@ def place(environment: Mapping[str, str]) -> inventory.LauncherPlace | None:
         raise UserError(f"Slurm's variables contradict each other: {here}", f"{name}={environment.get(name)}", hints)
     # Steps of one job may run at the same time, so each has its own port.
     step_port = derived_port(number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0))
-    return inventory.LauncherPlace.of(
+    return inventory.LauncherPlace.from_values(
         "Slurm", rank=(rank, "SLURM_PROCID"), size=(size, "SLURM_STEP_NUM_TASKS"),
         local_rank=(local_rank, "SLURM_LOCALID"), local_size=(tasks[node], name),
         master_address=master_address(environment, alone=len(tasks) == 1) or _first_host(environment),
