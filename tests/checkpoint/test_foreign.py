@@ -177,10 +177,7 @@ def head(name: str) -> nn.Module:
             lambda _: matching_state_dict(Snapshot(dict(head("head").state_dict())), head("tail"), ""),
             "belongs to another network",  # though the names end alike
         ),
-        (
-            lambda _: matching_state_dict(Snapshot(dict.fromkeys("abcd", torch.ones(1))), head("e"), ""),
-            "and 3 more",
-        ),
+        (lambda _: matching_state_dict(Snapshot(dict.fromkeys("abcd", torch.ones(1))), head("e"), ""), "and 3 more"),
         (lambda _: name_optimizer(sgd(network()).state_dict(), ["a", "b"]), "has 6 parameters, this network has 2"),
         (lambda file: write_foreign(file, Snapshot({"w": torch.ones(1)}), "resnet18"), "optimizer"),
     ],

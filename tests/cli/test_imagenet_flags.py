@@ -129,10 +129,7 @@ def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many
 
 
 def test_one_node_needs_no_address_and_says_so():
-    for flags in (
-        Flags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL),
-        Flags(dist_url=URL),
-    ):
+    for flags in (Flags(world_size=1, rank=0, multiprocessing_distributed=True, dist_url=URL), Flags(dist_url=URL)):
         nodes = nodes_of(flags, {})
         assert nodes == Nodes(1, 0, "")
         assert "loopback" in notes(flags, nodes)[0]

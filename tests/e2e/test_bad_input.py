@@ -1,12 +1,13 @@
 """The user's mistakes: one screen, exit 2, and nothing left behind. All in this process, for speed."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.data.sets import make
-from tests.e2e.command import NETS, QUICK, alone, done, events, forked, inside, messages, refused
+from tests.e2e.command import NETS, QUICK, alone, done, events, forked, inside, messages, refused, shell
 
 
 def everything():
@@ -97,6 +98,25 @@ def copied(run, spoilt=()):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     return checkpoints
+
+
+def read_only(*arguments):
+    """Starts a command that can't write to the folder `copy`."""
+    mount = "mount --bind copy copy && mount -o remount,bind,ro copy"
+    return shell(f"unshare -rm sh -c '{mount} && manyhands {' '.join(arguments)}'")
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], check=False).returncode != 0, reason="no namespaces here"
+)
+def test_a_run_on_a_read_only_disk_is_explained_and_its_writers_name_another_place(trained):
+    copied(trained)
+    assert done("why copy", by=read_only).out.startswith("copy finished")
+    unwritable = "can't be written: Read-only file system\n  where: "
+    for line in ("report copy", "resume copy"):
+        refused(line, by=read_only, says=(f"run folder copy {unwritable}copy\n", "cp -r copy DIR"))
+    for line, file in (("plan digits mlp", "b.json"), ("plan digits mlp -n 1..2 --link 1gbit", "b.svg")):
+        refused(line, f"--out copy/b/{file}", by=read_only, says=(f"copy/b/{file} {unwritable}", f"--out DIR/{file}"))
 
 
 def test_a_checkpoint_of_another_network_or_a_torn_one_is_refused_where_it_is_named(trained):

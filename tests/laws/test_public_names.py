@@ -17,10 +17,7 @@ NAMES = {
     "open_mesh", "predict", "register_rule", "session", "verify_gradients",
 }  # fmt: skip
 # What may be Any, and why.
-ANY_ON_PURPOSE = {
-    "Grid.group": "a group of torch's, None where there is one process",
-    "Plan.as_plain": "JSON data",
-}
+ANY_ON_PURPOSE = {"Grid.group": "a group of torch's, None where there is one process", "Plan.as_plain": "JSON data"}
 # What exported classes give to our own code, and no user holds.
 BEHIND = {"PlanRecord", "World"}
 

@@ -220,10 +220,7 @@ class Lab:
         if self.prefix:
             for host in self.hosts:
                 self._stop(host)
-                for command in (
-                    ["ip", "link", "del", self._veth(host)],
-                    ["ip", "netns", "del", self.namespace(host)],
-                ):
+                for command in (["ip", "link", "del", self._veth(host)], ["ip", "netns", "del", self.namespace(host)]):
                     subprocess.run(command, capture_output=True, check=False)
                 shutil.rmtree(self._etc(host), ignore_errors=True)
             subprocess.run(["ip", "link", "del", f"{self.prefix}br"], capture_output=True, check=False)

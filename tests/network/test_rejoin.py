@@ -9,17 +9,7 @@ import psutil
 import pytest
 
 from manyhands.config.load import load_job
-from tests.e2e.command import (
-    QUICKLY,
-    done,
-    events,
-    final_weights,
-    finish,
-    messages,
-    stop,
-    training,
-    wait_until,
-)
+from tests.e2e.command import QUICKLY, done, events, final_weights, finish, messages, stop, training, wait_until
 from tests.e2e.test_hard_places import assert_alike
 from tests.network.runs import (
     EXACT,

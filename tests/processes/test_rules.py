@@ -126,10 +126,7 @@ RULES = {
         ("layer of all", lambda: nn.LayerNorm(LINE), LINE),
         ("group", lambda: nn.GroupNorm(6, 12), WIDE),
     ],
-    "attention": [
-        ("self", lambda: Attention(), (5, 12)),
-        ("no bias", lambda: Attention(bias=False), (5, 12)),
-    ],
+    "attention": [("self", lambda: Attention(), (5, 12)), ("no bias", lambda: Attention(bias=False), (5, 12))],
     "elementwise": [
         ("activations", lambda: nn.Sequential(nn.GELU(), nn.Hardswish(), nn.LeakyReLU(inplace=True)), PICTURE),
         ("a number", lambda: Called(lambda x: 2 - x / 3), PICTURE),

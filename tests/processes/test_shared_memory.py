@@ -21,12 +21,7 @@ from manyhands.core.world import World
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import SharedMemoryNetwork, TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.replicas.shared_memory import (
-    SLOT_BYTES,
-    SharedSums,
-    ranks_by_machine,
-    share_memory,
-)
+from manyhands.parallel.replicas.shared_memory import SLOT_BYTES, SharedSums, ranks_by_machine, share_memory
 from manyhands.train.status import count_collectives
 from manyhands.worker.failure import is_peer_loss
 from tests.processes.ranks import put_on_machines, run_on_ranks

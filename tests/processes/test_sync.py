@@ -337,9 +337,5 @@ TRIED = {
         _replaced: [(True,), (False,)],
         _averaged: [()],
     },
-    3: {
-        _mean: COUNTS,
-        _rounds: [(name,) for name in NAMES],
-        _power: [(beside, 3, True) for beside in (True, False)],
-    },
+    3: {_mean: COUNTS, _rounds: [(name,) for name in NAMES], _power: [(beside, 3, True) for beside in (True, False)]},
 }

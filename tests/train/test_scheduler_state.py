@@ -8,12 +8,7 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from manyhands.core.errors import UserError
-from manyhands.train.optimize import (
-    CustomScheduler,
-    as_plain_data,
-    from_plain_data,
-    scheduler_errors,
-)
+from manyhands.train.optimize import CustomScheduler, as_plain_data, from_plain_data, scheduler_errors
 
 SCHEDULERS = [
     lambda o: lr_scheduler.StepLR(o, 2),

@@ -131,10 +131,13 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
 
 def report(run: RunName, /) -> int:
     """Write report.html of a run again, with its pictures; the run may be active or have failed."""
+    from manyhands.cluster.agents.folders import writing_into
     from manyhands.report.page import write_report
     from manyhands.run.registry import find_reference
 
-    show(str(write_report(find_reference(run))))
+    with writing_into(folder := find_reference(run)):
+        page = write_report(folder)
+    show(str(page))
     return 0
 
 

@@ -233,6 +233,27 @@ def locked(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
             os.umask(previous)
 
 
+def require_writable(folder: Path) -> None:
+    """Raises OSError if the user can't write to a folder or, if it is missing, to the closest existing one above it."""
+    folder = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        denied = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        code = denied if folder.is_dir() else errno.ENOTDIR
+        raise OSError(code, os.strerror(code), str(folder))
+
+
+def check_output_files(*paths: Path, force: bool) -> None:
+    """Raises UserError if one of the files, which are in one folder, exists (unless `force`) or can't be written."""
+    if not force and (found := next((path for path in paths if path.exists()), None)):
+        hints = ("overwrite the file: --force", f"or choose another file: --out other{paths[0].suffix}")
+        raise UserError(f"{found} already exists", str(found), hints)
+    try:
+        require_writable(paths[0].parent)
+    except OSError as error:
+        hints = (f"choose another folder: --out DIR/{paths[0].name}",)
+        raise UserError(f"{paths[0]} can't be written: {error.strerror}", error.filename, hints) from error
+
+
 @contextlib.contextmanager
 def temporary_path(path: Path) -> Generator[Path]:
     """Yields a temporary path in the folder of `path`. Removes the file at the temporary path after the context."""

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import check_output_files
 from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, log_axis, new_figure, write_figure
 
 Rows = Sequence[Mapping[str, Any]]
@@ -20,9 +21,7 @@ def check_picture_file(file: Path, *, force: bool) -> None:
     if file.suffix.lower() not in _ENDINGS:
         what = f"the picture must be a {' or '.join(_ENDINGS)} file, found {file.name}"
         raise UserError(what, "--out", ("use --out growth.svg", "or print the values with --json"))
-    if file.exists() and not force:
-        hints = ("overwrite the file with --force", "or choose another file")
-        raise UserError(f"{file} already exists", str(file), hints)
+    check_output_files(file, force=force)
 
 
 def growth_table(rows: Rows) -> Table:

@@ -15,6 +15,7 @@ from manyhands.config.load import load_job_argument
 from manyhands.core.choices import module_names, unknown_choice_error
 from manyhands.core.devices import require_device, resolve_device_type
 from manyhands.core.errors import UserError
+from manyhands.core.files import check_output_files
 from manyhands.core.machine import cores
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
@@ -394,13 +395,11 @@ def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> di
 
 
 def _check_output_paths(path: Path, *, force: bool) -> Path:
-    """Returns the path of the plan's picture. Raises UserError if a file exists (unless `force`) or isn't .json."""
+    """Returns the path of the plan's picture. Raises UserError if a file exists (unless `force`) or can't be a plan."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     drawing = path.with_suffix(".png")
-    if not force and (there := next((one for one in (path, drawing) if one.exists()), None)):
-        hints = ("overwrite the plan: --force", "or choose another file: --out other.json")
-        raise UserError(f"{there} already exists", str(there), hints)
+    check_output_files(path, drawing, force=force)
     if path.exists():
         read_plan(path)
     return drawing

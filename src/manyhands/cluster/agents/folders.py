@@ -8,9 +8,10 @@ run increments the term. Agents with a lower term have their workers save and ex
 
 import contextlib
 import errno
-import os
+import fcntl
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -35,8 +36,7 @@ def use_run_folder(path: Path) -> RunFolder:
         hints = ("choose a new folder or the folder of an earlier run",)
         raise UserError(f"{path} is not empty and contains no run", "--out", hints)
     with writing_into(path):
-        if not os.access(path, os.W_OK):
-            raise PermissionError("no permission to write")
+        files.require_writable(path)
     return folder
 
 
@@ -49,9 +49,12 @@ def writing_into(path: Path) -> Generator[None]:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             hints = ("free space on this disk, or choose a folder on another disk: --out DIR",)
             raise UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), hints) from error
-        what = f"the run folder {path} can't be created: {error.strerror or error}"
+        what = f"the run folder {path} can't be {'written' if path.is_dir() else 'created'}: {error.strerror or error}"
         if path.is_file():
             what = f"{path} is a file, not a folder"
+        if RunFolder(path).exists():
+            hints = (f"copy the run to another disk, and use the copy: cp -r {shlex.quote(str(path))} DIR",)
+            raise UserError(what, str(path), hints) from error
         raise UserError(what, "--out", ("choose another folder: --out DIR",)) from error
 
 
@@ -135,6 +138,11 @@ def _is_locked(path: Path) -> bool:
         with FileLock(path, timeout=0, mode=0o600):
             return False
     except Timeout:
+        return True
+    except OSError:  # on a read-only disk, where a lock can't be acquired exclusively
+        with path.open("rb") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
         return True
 
 
