@@ -112,15 +112,13 @@ def test_numbers_of_machines_up_to_the_batch_and_what_they_cost(here):
     assert chosen["step_ms"] < usual["step_ms"]
 
 
-def test_existing_files_are_not_overwritten_and_mistakes_are_reported_first(here):
+def test_existing_files_are_not_overwritten_and_are_reported_before_the_data_is_read(here):
     (here / "plan.png").write_text("mine")
-    refused(CNN, 2, says="already exists")
+    refused(CNN, "2 --link fast", says="already exists")
     (here / "plan.json").write_text('{"mine": 1}')
     refused(CNN, "2 --force")
     assert (here / "plan.json").read_text() == '{"mine": 1}'
     assert (here / "plan.png").read_text() == "mine"
-    for words, says in (("--sync fast", "sync"), ("--link fast", "speed"), ("--memory much", "amount")):
-        assert "already exists" not in refused(CNN, 2, words, says=says, where=False)
     for force in ("", "--force"):
         plan(CNN, "2 --out other.json", force)
 
@@ -132,7 +130,8 @@ MISTAKES = [
     (MEASURED, "2 --link 1gbit --device h100", "--device-model h100"),
     (MEASURED, "2 --link 1gbit --device cuda:99", "this machine has no cuda device"),
     *((CNN, f"2 {words}", "") for words in ("--mesh dp", "--pin n@dp", "--memory 1kB", "--out plan.txt", "--measure")),
-    (CNN, "2 --set sync.link=fast", ""),
+    (CNN, "2 --set sync.link=fast", "speed"),
+    (CNN, "2 --memory much", "amount"),
     (CNN, "2 --mesh dp=3", "the mesh dp=3 is for 3 processes"),
     (CNN, "2 --pin nothing=n@dp", "the network has no op nothing"),
     (CNN, "2 --pin loss=o@elsewhere", "names the axis elsewhere"),

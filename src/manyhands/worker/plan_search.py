@@ -346,12 +346,12 @@ def search_plan(job: Job, requested: Mapping[str, Any], out: Path, run_task: Run
     `requested` has the keys for `case_to_plan`, and mesh, pins, memory, and fill (ops without a pin: "search" or
     "data"). Raises ManyhandsError if a request can't be satisfied, timing fails, or a file would be overwritten.
     """
+    drawing = _check_output_paths(out, force=force)
     world_size, case = requested["world_size"], case_to_plan(job, requested)
     memory = requested["memory"] or (str(case.modelled.memory_bytes) if case.modelled else "")
     more: dict[str, Any] = {key: requested[key] for key in ("mesh", "world_size", "fill")}
     more |= {"memory": memory, "pins": parse_pins(requested["pins"])}
     wanted = parse_request(job, case.network["batch"], case.device, **more)
-    drawing = _check_output_paths(out, force=force)
     case = case.resolved(world_size)
     apart, graph = case.between is not None, case.graph
     together = case.measured and not apart and 1 < world_size <= MOST_TIMED
