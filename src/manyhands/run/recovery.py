@@ -91,7 +91,7 @@ class RestartPolicy:
         self._began, self._saved = time.time(), saved_step(folder)
         self._starts = self._in_vain = 0
         self._last: tuple[str, int, int] | None = None
-        self._times: dict[str, list[float]] = {}
+        self._times: dict[str, list[float]] = {}  # of failures, by the error's type and the line that raised it
 
     def next_restart(self, ending: Ending, machines: RestartHooks) -> Restart | None:
         """Returns the restart after `ending`; None if the run ends. Prints the reason if a fault ends the run."""
@@ -140,7 +140,8 @@ class RestartPolicy:
             return f"the same error twice within {SOON_UPDATES} updates: not restarting"
         self._last = this
         if cause and own and not cause.consequence:
-            times = self._times.setdefault(_raised_at(cause), [])
+            frames = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
+            times = self._times.setdefault(f"{cause.error} {frames[-1] if frames else cause.where}", [])
             times.append(cause.time)
             if len(times) >= MOST_ALIKE and times[-1] - times[-MOST_ALIKE] < ALIKE_S:
                 limit = f"{MOST_ALIKE} times within {ALIKE_S / 60:.0f} minutes"
@@ -177,12 +178,6 @@ def worth_restarting(folder: RunFolder) -> bool:
     first, last = steps[0], steps[-1]
     left = last.total_steps - last.step - 1
     return left > 0 and (first is last or left * (last.time - first.time) > RESTART_S * (last.step - first.step))
-
-
-def _raised_at(cause: Failure) -> str:
-    """Returns the type of an error and the line of code that raised it, by which repeated errors are recognized."""
-    lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
-    return f"{cause.error} {lines[-1] if lines else cause.where}"
 
 
 def resuming_job(job: Job) -> Job:
