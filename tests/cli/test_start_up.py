@@ -29,6 +29,7 @@ MISSING = {
     "train d.yaml": "d.yaml is a YAML file",
     "train digits net.py:Net": "there is no file net.py",
     "train data.py:make mlp": "there is no file data.py",
+    "train digits net.py:Net --dry-run": "there is no file net.py",
     "train digits mlp --model.weights weights.pth": "there is no weights.pth",
     "train digits mlp --device gpu": "there is no device type gpu",
     "train digts mlp": 'no data set is called "digts"',

@@ -17,7 +17,7 @@ from manyhands.core.terminal import say, show, show_json
 from manyhands.report import changes, summary
 from manyhands.run.folder import announce_ssh_command, new_run_path
 from manyhands.run.outcome import Outcome
-from manyhands.run.train import check_names, check_script, launch_decision, train
+from manyhands.run.train import check_names, check_script, launch_decision, refuse_missing, train
 
 
 def run_job(
@@ -77,10 +77,11 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
 def describe(loaded: LoadedJob) -> list[str]:
     """Returns lines for --dry-run; starts no process and reads no picture. Raises UserError for an invalid job."""
     job = loaded.job
+    machines = this_process.machines_of(job.cluster)
     if job.run.script:
         work = [f"would run {shlex.join(job.run.script)}"]
     else:
-        check_names(job)
+        (check_names if machines else refuse_missing)(job)  # other machines may have files that this one doesn't
         from manyhands.worker.launcher import describe_data
 
         data, too_large = describe_data(job)
@@ -89,7 +90,6 @@ def describe(loaded: LoadedJob) -> list[str]:
         rate = f" with a peak lr of {job.train.lr}" if job.train.built_in else ""
         epochs = f"{job.train.epochs} epochs, {job.train.batch} samples per update, {job.train.optimizer}{rate}"
         work = [f"would train {job.model.name} on {job.data.name}: {epochs}", *([f"with {data}"] if data else [])]
-    machines = this_process.machines_of(job.cluster)
     processes, starts = _describe_machines(machines, job.cluster) if machines else (_describe_local_processes(job), [])
     return [*work, f"as {processes}", f"into {new_run_path(job)}", *starts]
 

@@ -59,7 +59,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     if several:
         job = _job_of_machine(job, rendezvous, quiet=quiet)
     else:
-        _refuse_missing(job, objects)
+        refuse_missing(job, objects)
         rendezvous = Rendezvous(rendezvous.sizes, devices=rendezvous.devices)
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
@@ -104,7 +104,7 @@ def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
     check_batch(job.train.batch, count)
 
 
-def _refuse_missing(job: Job, objects: Any) -> None:
+def refuse_missing(job: Job, objects: Any = None) -> None:
     """Raises UserError for names and files that don't exist on this machine, before torch is loaded."""
     if job.run.script:
         return
@@ -112,9 +112,8 @@ def _refuse_missing(job: Job, objects: Any) -> None:
         how = ("remove --device to detect the accelerator", "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
         raise UserError("there is no device type gpu", "cluster.device", how)
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
-    user_code.refuse_missing_code(job.data.name, "data.name")
-    user_code.refuse_missing_code(job.model.name, "model.name")
-    user_code.refuse_missing_code(job.train.loss, "train.loss")
+    for key, word in {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}.items():
+        user_code.refuse_missing_code(word, key)
     weights = Path(job.model.weights).expanduser()
     resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
     if not (resumed or weights.exists()):
