@@ -42,6 +42,7 @@ CASES = [
     (WRONG, alone, "train digits wrong.py:make", ["wrong.py:3", "def make(:", "SyntaxError"]),
     (None, alone, f"train digits {NETS}:broken", ["nets.py:", "the weights are elsewhere"]),
     (FAILS, alone, "train mine.py:raises mlp", ["mine.py:2", "failed: ConnectionError: the database is down"]),
+    (FAILS, alone, "train digits mine.py", ['no network is called "mine.py"', "function of the file: mine.py:raises"]),
     (None, alone, "train digits --out /proc/nowhere", ["/proc/nowhere", "can't be created"]),
     (WRONG, alone, "train digits --out wrong.py", "wrong.py is a file"),
     (file("letters/diary.txt", ""), alone, "train digits --out letters", "letters is not empty and contains no run"),

@@ -58,8 +58,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_choice_error(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
-    """Returns the error for an unknown name, with the most similar known name and all known names as hints."""
+    """Returns the error for an unknown name. Hints: similar and known names, or for a Python file its definitions."""
     words = sorted(known)
     shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
     hints = tuple(filter(None, (did_you_mean(word, words), f"choose one of: {shown}")))
+    if word.endswith(".py"):
+        names = ["NAME"]
+        with suppress(OSError, SyntaxError, ValueError):
+            code = ast.parse(Path(word).expanduser().read_bytes()).body
+            names = [node.name for node in code if isinstance(node, ast.ClassDef | ast.FunctionDef)] or names
+        hints = (f"name a class or function of the file: {', '.join(f'{word}:{name}' for name in names[:10])}",)
     return UserError(f'no {kind} is called "{shortened(word)}"', where, hints)
