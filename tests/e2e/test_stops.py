@@ -192,7 +192,7 @@ def test_a_second_interrupt_or_stop_now_kills(how, here):
             wait_until((here / "asked").exists, process)
             process.send_signal(signal.SIGINT)
         else:
-            reported = done("stop run --now", says="without saving").out
+            reported = done("stop run --now", says="without waiting for a save").out
             assert "nothing was saved" in reported
             assert "manyhands resume" not in reported
         ended = finish(process, code=130)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -17,7 +18,9 @@ from manyhands.core.errors import UserError
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
+from manyhands.run import tasks
 from manyhands.run.tasks import evaluate_run, predict_files
+from manyhands.run.tasks import resolve_checkpoint as resolve
 from tests.e2e.command import done, events, fit, forked, inside, messages, read, refused
 from tests.e2e.nets import tiny
 
@@ -47,6 +50,12 @@ def trained(tmp_path_factory):
 
 def right(guesses, files):
     return sum(found[0][0] == file.parent.name for file, found in zip(files, guesses, strict=True))
+
+
+def test_a_checkpoint_that_training_removes_meanwhile_is_chosen_again(trained):
+    (run, val), choices = trained, iter([Path("gone")])
+    with mock.patch.object(tasks, "resolve_checkpoint", lambda *given: next(choices, None) or resolve(*given)):
+        assert evaluate_run(run.path, which="best", flags={"data.name": str(val)})["top1"] == run.best.top1
 
 
 def test_prediction_sees_what_the_evaluation_saw(trained):

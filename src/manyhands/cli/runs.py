@@ -103,7 +103,7 @@ def why(run: RunName, /, *, as_json: Json = False) -> int:
     return 0
 
 
-def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
+def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run without waiting for a save")] = False) -> int:
     """Ask an active run to save and stop, and wait for its end."""
     from manyhands.checkpoint.folders import saved_step
     from manyhands.run.registry import find_run, require_launcher, stop_headless_run, stop_run

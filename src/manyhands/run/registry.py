@@ -272,7 +272,7 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
         raise UserError(f"{record.name} was launched from {record.host}, not from this machine", record.run, hints)
     signal_launcher(record, signal.SIGTERM)
     if now:
-        terminal.say(f"ending {record.name} (pid {record.pid}) without saving")
+        terminal.say(f"ending {record.name} (pid {record.pid}) without waiting for a save")
         time.sleep(0.5)  # two signals at once may arrive as one
         signal_launcher(record, signal.SIGINT)
         if not _ends_within(timeouts.KILL_RUN_S, record):

@@ -52,7 +52,12 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     trained_on = load_job({}, file=run.job).job.data.name if whole and (run := find_run_folder(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
         say(f"{job.data.name} contains training pictures of this run; to evaluate only the evaluation split, omit DATA")
-    return evaluate_job(job, path, given=given, whole=whole)
+    try:
+        return evaluate_job(job, path, given=given, whole=whole)
+    except UserError:
+        if path.exists():
+            raise
+    return evaluate_run(reference, which=which, flags=flags)  # a run that still trains has removed the checkpoint
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
