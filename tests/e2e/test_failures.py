@@ -72,6 +72,11 @@ def test_a_loss_that_is_not_a_number_names_rank_step_and_tensor():
     assert all(tensor.isfinite().all() for tensor in command.final_weights("run").values())
     cause = r"why: rank \d .*the loss is not finite: the output of the network is NaN"
     named("run failed after", cause, "the last 3")
+    assert "reduce train.lr" in err
+    forward = "def forward(self, x): return float('nan') * super().forward(x.flatten(1))"
+    Path("net.py").write_text(f"from torch import nn\nclass Nan(nn.Linear):\n    {forward}\nnet = Nan(64, 10)\n")
+    ended = done("train digits net.py:net --out other", code=1, says="no update was possible: check the network")
+    assert "reduce train.lr" not in ended.err
 
 
 @pytest.mark.slow

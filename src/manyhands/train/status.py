@@ -438,6 +438,7 @@ class DivergenceDetector:
 _SHOWN = 8  # samples named in a message
 ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 HINTS = (ADVICE, "with fp16, use bf16 or fp32 instead")
+FIRST_HINTS = ("no update was possible: check the network, its initial weights and the loss function", HINTS[1])
 INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
 
 

@@ -20,7 +20,7 @@ from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.feed import StepSums, UpdateShare, seed_generators, uses_torch_rng_alone
 from manyhands.train.journal import RunContext
 from manyhands.train.loss import LossFn, as_divisor
-from manyhands.train.status import HINTS, explain_loss, is_finite, value_kind
+from manyhands.train.status import FIRST_HINTS, HINTS, explain_loss, is_finite, value_kind
 
 
 class PartialUpdate:
@@ -280,7 +280,8 @@ class Updater:
         error = explain_skipped(self, update, step, closely=bool(last))
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
-            raise RunError(f"{error.message}{row}", error.where, error.hints)
+            hints = FIRST_HINTS if error.hints == HINTS and step < last else error.hints
+            raise RunError(f"{error.message}{row}", error.where, hints)
         self.measured.restore_sums(self._mark)
         discard_accumulated(self.network.model)
         self.partial_update.undo()
