@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyhands.checkpoint.files import damaged_error
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, plain_extra_state, read_tensors, unflatten
-from manyhands.core.errors import UserError, shortened
+from manyhands.core.errors import UserError, first_names, shortened
 from manyhands.core.files import replaced_on_success
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -129,7 +129,7 @@ def _unloadable_error(path: Path) -> UserError:
     found = object_names(path)
     if not found:
         return damaged_error(path)
-    shown = ", ".join(map(shortened, found[:3])) + (" …" if len(found) > 3 else "")
+    shown = first_names([*map(shortened, found)], 3)
     hints = (
         "save only tensors and plain data, since other objects could run code",
         "if you trust the file: load it in Python and save its state_dict() with safetensors.torch.save_file",

@@ -1,5 +1,6 @@
 """Errors with a message, a location and hints, and the exit codes of the commands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manyhands.core.terminal import plain
@@ -48,6 +49,10 @@ def _sanitized(text: str) -> str:
 
 def shortened(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def first_names(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 class UserError(ManyhandsError):

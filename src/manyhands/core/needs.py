@@ -1,6 +1,6 @@
 """Requirements of gradient synchronization methods. Parallel modes and jobs list the requirements that they meet."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,9 +42,3 @@ class HasGradients(Protocol):
         ...
 
     def buffers(self) -> "Iterator[Tensor]": ...
-
-
-def first_unmet_need(needs: Iterable[Need], met: Iterable[Need]) -> Need | None:
-    """Returns the first requirement in `needs` that is not in `met`, or None if `met` contains all of them."""
-    there = set(met)
-    return next((need for need in needs if need not in there), None)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import numpy
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, first_names
 from manyhands.core.files import locked, parse_json, write_atomic
 from manyhands.core.scratch import workers_folder
 from manyhands.data import layout as folders
@@ -27,7 +27,6 @@ from manyhands.data.layout import FolderLayout, Identity, UnusedFiles, folders_i
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import PackedRows, PackedSet, PictureNames, is_pack, open_pack
 
-_MOST_NAMES = 8
 _FORMATS = f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}"
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes of a name that can't be decoded
 _INDEX = "listings.json"
@@ -116,7 +115,7 @@ def _unify_classes(listings: list[Listing], least: int) -> tuple[list[Listing], 
             what = f"{part.folder}/ has class folders that {listings[0].folder}/ lacks ({len(unknown)}): "
             alike = tuple(filter(None, (folders.lookalike_difference(name, listings[0].classes) for name in unknown)))
             hints = (*alike, f"add training pictures of the classes to {listings[0].folder}/, or remove the folders")
-            raise UserError(what + _first_names(unknown), str(part.root), hints)
+            raise UserError(what + first_names(unknown), str(part.root), hints)
         if not there:
             hints = (f"put pictures into the class folders of {part.folder}/, or remove {part.folder}/",)
             raise UserError(f"{part.folder}/ has no pictures", str(part.root), hints)
@@ -128,9 +127,9 @@ def _unify_classes(listings: list[Listing], least: int) -> tuple[list[Listing], 
             hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(listings[0].root / name), hints)
-    notes = [f"ignored folders without pictures: {_first_names(unseen)}"] if unseen else []
+    notes = [f"ignored folders without pictures: {first_names(unseen)}"] if unseen else []
     extras = [(part.folder, sorted({*part.classes} - {*listings[0].classes})) for part in listings[1:]]
-    notes += [f"{folder}/ has folders without pictures: {_first_names(extra)}" for folder, extra in extras if extra]
+    notes += [f"{folder}/ has folders without pictures: {first_names(extra)}" for folder, extra in extras if extra]
     numbers = {name: number for number, name in enumerate(classes)}
     found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in listings]
     return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
@@ -171,10 +170,6 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
         alike = next(filter(None, (folders.lookalike_difference(name, classes) for name in classes)))
         hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (" …" if len(names) > _MOST_NAMES else "")
 
 
 def split_listing(listing: Listing, evaluation_fraction: float) -> tuple[Listing, Listing]:

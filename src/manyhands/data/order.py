@@ -163,11 +163,6 @@ def large_batch_note(batch: int, length: int) -> str:
     return f"each update uses all {length:,} training samples, fewer than the batch of {batch:,}"
 
 
-def evaluation_blocks(length: int, block: int) -> list[range]:
-    """Divides `length` evaluation samples into ranges of `block` samples. The last range may be smaller."""
-    return [range(start, min(start + block, length)) for start in range(0, length, block)]
-
-
 def assign_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
     """Assigns each block to the rank that would finish it first. Returns block indices by rank. `shares`: speeds."""
     dealt: list[list[int]] = [[] for _ in shares]

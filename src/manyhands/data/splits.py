@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, first_names
 from manyhands.core.terminal import plain
 from manyhands.data.transforms import Pixels
 
@@ -114,7 +114,7 @@ def map_labels_by_name(source: Source, names: tuple[str, ...], target_names: tup
     if unknown:
         from manyhands.data.layout import lookalike_difference
 
-        shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
+        shown = first_names([f'"{name}"' for name in unknown], 5)
         classes = ", ".join(target_names[:8]) + (f" … ({len(target_names)} in all)" if len(target_names) > 8 else "")
         alike = filter(None, (lookalike_difference(name, target_names) for name in unknown))
         hint = "give the folder that holds the class folders"

@@ -31,10 +31,11 @@ from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import file_size
+from manyhands.core.records import MACHINE_LOST
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, untested_survey
-from manyhands.run.recovery import RestartHooks, Say, describe_failure, failed_rank, is_external_fault, worth_restarting
+from manyhands.run.recovery import RestartHooks, Say, describe_failure, is_external_fault, worth_restarting
 
 BUSY = "is still ending its earlier processes"  # a disconnected machine may still run its workers
 REPLACED = "another launcher has taken over the run"
@@ -135,14 +136,17 @@ class Membership(RestartHooks):
 
         After repeated failures, a lost machine isn't contacted for a while; a failed one is excluded if not needed.
         """
-        if self.newly_joined() and not ending.regrouped and not is_external_fault(first_cause(ending)):
+        cause = first_cause(ending)
+        if self.newly_joined() and not ending.regrouped and not is_external_fault(cause):
             for machine in self.joined:
                 self.refuse(machine, RefusedError(f"starting with {machine.name} failed: {describe_failure(ending)}"))
             return
-        step, rank = saved_step(self._folder) or 0, failed_rank(ending)
+        step, by_cause = saved_step(self._folder) or 0, list[RunMachine]()
+        if cause and cause.error != MACHINE_LOST:  # neither a lost machine nor an ended tunnel between machines
+            by_rank = [machine for machine in self.machines.running for _ in range(machine.processes)]
+            by_cause = by_rank[cause.rank : cause.rank + 1]
         lost = [machine for machine in self.machines.running if machine.name in ending.lost]
-        by_rank = [machine for machine in self.machines.running for _ in range(machine.processes)]
-        for machine in lost or ([] if rank is None else by_rank[rank : rank + 1]):
+        for machine in lost or by_cause:
             pause_s = machine.count_failure(step)
             if machine.agent.closed:
                 machine.lose(pause_s)

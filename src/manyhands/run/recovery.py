@@ -158,12 +158,6 @@ def is_external_fault(cause: Failure | None) -> bool:
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 
-def failed_rank(ending: Ending) -> int | None:
-    """Returns the rank of the failed process; None if a machine is lost, or a tunnel between machines has ended."""
-    cause = first_cause(ending)
-    return None if cause is None or cause.error == MACHINE_LOST else cause.rank
-
-
 def describe_failure(ending: Ending) -> str:
     cause = first_cause(ending)
     return cause.what if cause else ending.refused.message if ending.refused else ending.broken

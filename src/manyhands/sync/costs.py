@@ -219,12 +219,6 @@ def low_rank_cost(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) 
     return MessageCost(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
-def low_rank_batch_costs(case: LinkCase, rank: int) -> list[MessageCost]:
-    """Returns the cost of each batch of low-rank gradients that is sent during a backward pass."""
-    places = divide_into_batches(case.shapes, rank)
-    return [low_rank_cost(case, [case.shapes[place] for place in batch], rank) for batch in places]
-
-
 def _all_reduce_cost(case: LinkCase, size_bytes: float, calls: int) -> MessageCost:
     if not size_bytes:
         return MessageCost()

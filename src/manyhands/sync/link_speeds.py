@@ -21,9 +21,6 @@ class LinkSpeed:
     work_s_per_byte: float = 0.0  # seconds in which a process's cores are busy per byte sent
     work_s_per_message: float = 0.0  # seconds in which they are busy per message
 
-    def with_cpu_cost_of(self, other: "LinkSpeed") -> "LinkSpeed":
-        return replace(self, work_s_per_byte=other.work_s_per_byte, work_s_per_message=other.work_s_per_message)
-
 
 # Tensors pass through memory within a machine; between machines Gigabit Ethernet is assumed.
 WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)

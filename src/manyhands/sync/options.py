@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import create_model
 
 from manyhands.core.choices import load_choice, module_names
-from manyhands.core.needs import Need, first_unmet_need
+from manyhands.core.needs import Need
 from manyhands.core.options import Options, option
 
 METHODS = "manyhands.sync.methods"
@@ -35,12 +35,7 @@ def process_count_effect(name: str) -> str:
 
 def missing_need(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
     """Returns the first requirement (NEEDS) of a sync method that `offers` lacks, or None if it lacks none."""
-    return first_unmet_need(methods()[name].NEEDS, offers)
-
-
-def method_option_keys(name: str) -> list[str]:
-    section = getattr(methods()[name], "Options", None)
-    return list(section.model_fields) if section else []
+    return next((need for need in methods()[name].NEEDS if need not in offers), None)
 
 
 AUTO = "auto"  # chosen by network speed

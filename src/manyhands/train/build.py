@@ -19,7 +19,7 @@ from manyhands.data.splits import Source
 from manyhands.parallel.apply import apply_mode, equalize_replicas, normalizes_in_groups, require_equal_networks
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.replicas.batch_norm import group_batch_norms, keep_torch_batch_norms, measure_rows
+from manyhands.parallel.replicas.batch_norm import group_batch_norms, measure_rows
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train import data_setup, state, trial_step
@@ -130,7 +130,8 @@ def _apply_sync_and_mode(
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)
-    _, restore_norms = group_batch_norms(model) if normalizes_in_groups(parts.mode) else keep_torch_batch_norms()
+    # The copies of layers in DataParallel would lose accumulated statistics.
+    restore_norms = group_batch_norms(model)[1] if normalizes_in_groups(parts.mode) else lambda: None
     picture = data_setup.first_picture(samples.train)
     if parts.plan:
         _broadcast_initial_weights(parts, model, grid)

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, recorded_trained_on
 from manyhands.config.job import Job
-from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.errors import ManyhandsError, UserError, first_names
 from manyhands.core.seeds import derive_seed
 from manyhands.core.world import World
 from manyhands.data.loading import Loader, open_loader, workers_per_rank
@@ -168,10 +168,6 @@ def check_bad_pictures(bad: Collection[str], samples: int, error_class: type[Man
         hints = (f"repair or remove pictures; at most {most} of {samples:,} may be bad", "check the disk: dmesg | tail")
         shown = first_names(sorted(bad), 3)
         raise error_class(f"{len(bad)} pictures can't be read, such as {shown}", "data.skip_corrupt", hints)
-
-
-def first_names(names: Sequence[str], most: int) -> str:
-    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:

@@ -28,7 +28,7 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.core.stops import StopSignal
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.order import assign_blocks, evaluation_blocks
+from manyhands.data.order import assign_blocks
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
@@ -107,7 +107,9 @@ class Evaluator:
     def __post_init__(self) -> None:
         options, device = self.job.train, self.world.device
         self._views, self._log_probabilities = options.evaluate_views, options.loss == "nll"
-        self.blocks, self._precise = evaluation_blocks(self.length, options.evaluate_batch), precise_dtype(device)
+        starts = range(0, self.length, options.evaluate_batch)
+        self.blocks = [range(start, min(start + starts.step, self.length)) for start in starts]
+        self._precise = precise_dtype(device)
         self._custom = MetricSums(self.metrics, self.classes, device, self._precise) if self.metrics else None
 
     def __call__(

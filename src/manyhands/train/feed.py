@@ -127,17 +127,15 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 @contextmanager
 def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
     """Seeds all generators within the context. Yields a function that returns True if random numbers were drawn."""
-    before = _rng_states(device)
-    seed_generators(seed, device)
-    seeded = _rng_states(device)
-    try:
-        yield lambda: _rng_states_differ(_rng_states(device), seeded)
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-        if device != "cpu":
-            torch.get_device_module(device).set_rng_state(before[3])
+    before = None if device == "cpu" else torch.get_device_module(device).get_rng_state()
+    with data_samples.restored_generators():
+        seed_generators(seed, device)
+        seeded = _rng_states(device)
+        try:
+            yield lambda: _rng_states_differ(_rng_states(device), seeded)
+        finally:
+            if before is not None:
+                torch.get_device_module(device).set_rng_state(before)
 
 
 def _rng_states(device: str) -> list[Any]:

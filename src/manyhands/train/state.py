@@ -19,7 +19,7 @@ from manyhands.checkpoint.folders import find_checkpoint, newest_checkpoint, sav
 from manyhands.checkpoint.read import Source, load_checkpoint, open_checkpoint, source_from_snapshot
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, flatten, plain_extra_state, renamed, unflatten
 from manyhands.config.job import BY_TOP1, Job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, first_names
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
@@ -198,8 +198,8 @@ def check_shapes(saved: Shapes, live: Shapes, where: str, names: Sequence[str] =
         if name in saved and saved[name] != shape and not name.endswith(EXTRA_STATE)  # whose shape may change
     ]
     if problems:
-        some = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        shown = (f"compare with the names in the file: {some}",) if names and saved.keys() != live.keys() else ()
+        some = f"compare with the names in the file: {first_names(names, 3)}"
+        shown = (some,) if names and saved.keys() != live.keys() else ()
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
         hints = (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR")
         raise UserError(f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}", where, hints)

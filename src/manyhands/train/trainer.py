@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.config.job import Job
-from manyhands.core.errors import RunError
+from manyhands.core.errors import RunError, first_names
 from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, PhaseMetrics, StepMetrics
@@ -22,7 +22,7 @@ from manyhands.parallel.apply import check_replicas, normalizes_in_groups
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.sync.options import process_count_effect
 from manyhands.train.choose_sync import ChosenSync
-from manyhands.train.data_setup import check_bad_pictures, first_names
+from manyhands.train.data_setup import check_bad_pictures
 from manyhands.train.feed import Feed
 from manyhands.train.journal import RunContext
 from manyhands.train.loss import Evaluation
@@ -300,11 +300,6 @@ def _norm_reasons(trainer: Trainer) -> list[str]:
     effect = "so each process computes the statistics of these layers over its own rows."
     said = f"{unknown} BatchNorm layer(s) normalize rows that can't be assigned to samples, {effect}"
     return [said] if unknown else []
-
-
-def differing_buffers_reason(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 
 
 def _rng_reasons(trainer: Trainer) -> list[str]:

@@ -50,7 +50,9 @@ def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth
             raise UserError(what, "train.batch", (f"{hint} or higher",))
         notes.append(f"{what}; {hint} or higher")
     case = case.resolved(last)
-    counts = {count: -(-batch // count) for count in machine_counts(first, min(last, batch))}
+    most = min(last, batch)
+    usual = {3, *(1 << power for power in range(most.bit_length()))} & {*range(first, most)}
+    counts = {count: -(-batch // count) for count in sorted({first, most} | usual)}
     timed = _time_updates(case, {samples: count for count, samples in counts.items()})
     rows = _growth_rows(case, {count: timed[samples] for count, samples in counts.items()}, case.with_cpu_time(between))
     about = {
@@ -63,12 +65,6 @@ def predict_growth(job: Job, first: int, requested: Mapping[str, Any]) -> Growth
         "spread": round(max((one.spread for one in timed.values() if one), default=0.0), 3),
     }
     return Growth(rows, about, [*case.notes, *notes])
-
-
-def machine_counts(first: int, last: int) -> list[int]:
-    """Returns `first`, `last`, and 3 and the powers of two between them, in ascending order."""
-    usual = (3, *(1 << power for power in range(last.bit_length())))
-    return sorted({first, last, *(one for one in usual if first <= one <= last)})
 
 
 def _time_updates(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:

@@ -191,7 +191,8 @@ class JobCase:
         """Adds the measured CPU time of messages to a link. Returns it unchanged for accelerators or unmeasured."""
         if self.device != "cpu" or not self.measured:
             return link
-        return link.with_cpu_cost_of(all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes)))
+        spent = all_reduce_cpu_cost(cores() / (1 if self.between else self.job.cluster.processes))
+        return replace(link, work_s_per_byte=spent.work_s_per_byte, work_s_per_message=spent.work_s_per_message)
 
     @functools.cached_property
     def _vector_sum_s(self) -> float:

@@ -19,7 +19,7 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.user_code import git_revision
-from manyhands.sync.options import method_option_keys
+from manyhands.sync.options import methods
 from manyhands.train.journal import Journal
 
 
@@ -30,7 +30,6 @@ def write_metadata(trainer: Any, plan_fields: Mapping[str, Any] = MappingProxyTy
     further fields of plan.json. Raises UserError if options were changed, but no update remains.
     """
     from manyhands.parallel.group.plain import gather_plain
-    from manyhands.train.trainer import differing_buffers_reason
 
     ranks = gather_plain(local_environment(trainer.world), trainer.world)
     if not trainer.world.is_main:
@@ -65,7 +64,9 @@ def write_metadata(trainer: Any, plan_fields: Mapping[str, Any] = MappingProxyTy
         write_plan_record(folder.plan, plan.model_copy(update={**plan_fields, "resolved": options}))
 
     def note_differing_buffers(names: list[str]) -> None:
-        message = differing_buffers_reason(names)
+        more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
+        which = ", ".join(names[:3]) + more
+        message = f"{which}: each process updates these from its own samples; all use rank 0's values."
         if message not in plan.exceptions:
             plan.exceptions[known:] = [message]
             journal.event("warning", message, trainer.progress.step)
@@ -123,8 +124,8 @@ def resolved_options(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
         "cluster.backend": world.backend or "none",
         "run.out": str(trainer.folder.path),
     }
-    decided = asdict(sync)
-    found |= {f"sync.{key}": decided[key] for key in method_option_keys(sync.method) if key in decided}
+    decided, section = asdict(sync), getattr(methods()[sync.method], "Options", None)
+    found |= {f"sync.{key}": decided[key] for key in (section.model_fields if section else ()) if key in decided}
     values = job.model_dump(mode="json")
     asked = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in found}
     automatic: tuple[Any, ...] = ("auto", "", 0, -1, [])

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from manyhands.cluster.hosts import inventory
 from manyhands.config.job import ClusterOptions
 from manyhands.core.choices import load_choice, module_names
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, first_names
 from manyhands.core.files import MOST_TEXT_BYTES, decode_text, read_bytes
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.ports import local_addresses, reachable_addresses
@@ -245,8 +245,8 @@ def find_machine(cluster: inventory.Cluster) -> int:
     if len(here) == 1:
         return here[0]
     own = f"host name {socket.gethostname()}, addresses {', '.join(reachable_addresses()) or 'only loopback'}"
-    found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
-    what, hint = f"is not in the list of machines: {found}", "add one of this machine's names or addresses to the list"
+    what = f"is not in the list of machines: {first_names(names)}"
+    hint = "add one of this machine's names or addresses to the list"
     if here:
         what = f"is listed {len(here)} times: {' and '.join(names[place] for place in here)}"
         hint = "keep only one of these entries"

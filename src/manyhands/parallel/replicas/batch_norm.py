@@ -306,11 +306,6 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
     return groups, restore
 
 
-def keep_torch_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Replaces `group_batch_norms` for DataParallel, whose copies of layers would lose accumulated statistics."""
-    return NormGroups(), lambda: None
-
-
 def find_norm_groups(model: nn.Module) -> NormGroups:
     """Returns the NormGroups that all layers of a network share. Without such, creates one with all layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]

@@ -7,7 +7,7 @@ Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient co
 from typing import TYPE_CHECKING
 
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
-from manyhands.sync.costs import Cost, LinkCase, MessageCost, RankOptions, low_rank_batch_costs
+from manyhands.sync.costs import Cost, LinkCase, MessageCost, RankOptions, divide_into_batches, low_rank_cost
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -26,7 +26,8 @@ class Options(RankOptions):
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """Estimates the cost of sending gradients. BatchNorm statistics are sent only at evaluations and checkpoints."""
-    batches = low_rank_batch_costs(case, options.rank)
+    places = divide_into_batches(case.shapes, options.rank)  # of which each is sent during the backward pass
+    batches = [low_rank_cost(case, [case.shapes[place] for place in batch], options.rank) for batch in places]
     sent = sum(batches, MessageCost())
     # The first batch is complete some time after backward begins, the last at its end; compression overlaps sending.
     before_last = 1 - 1 / len(batches)
