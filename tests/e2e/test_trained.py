@@ -20,7 +20,6 @@ from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
 from manyhands.run import tasks
 from manyhands.run.tasks import evaluate_run, predict_files
-from manyhands.run.tasks import resolve_checkpoint as resolve
 from tests.e2e.command import done, events, fit, forked, inside, messages, read, refused
 from tests.e2e.nets import tiny
 
@@ -53,9 +52,13 @@ def right(guesses, files):
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_chosen_again(trained):
-    (run, val), choices = trained, iter([Path("gone")])
+    (run, val), choices, resolve = trained, iter([Path("gone")]), tasks.resolve_checkpoint
+    how = {"which": "best", "flags": {"data.name": str(val)}}
     with mock.patch.object(tasks, "resolve_checkpoint", lambda *given: next(choices, None) or resolve(*given)):
-        assert evaluate_run(run.path, which="best", flags={"data.name": str(val)})["top1"] == run.best.top1
+        assert evaluate_run(run.path, **how)["top1"] == run.best.top1
+    gone = mock.patch.object(tasks, "resolve_checkpoint", return_value=Path("gone"))
+    with gone, pytest.raises(UserError, match="gone"):
+        evaluate_run(run.path, **how)
 
 
 def test_prediction_sees_what_the_evaluation_saw(trained):

@@ -42,10 +42,8 @@ def test_the_table_fits_100_columns():
     console.print(candidates_table(rows, "one process", "below"))
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 100
-    assert "184051400" in text
+    assert all(word in text for word in ("184051400", "128.00 too large", "words"))
     assert "…" not in text
-    assert "128.00 too large" in text
-    assert "words" in text
 
 
 def test_the_picture_of_any_number_of_layers_has_each_ones_colors(tmp_path):

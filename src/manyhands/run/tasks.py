@@ -18,7 +18,7 @@ from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.this_process import decide_launch
 from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import announce, load_job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.plan_record import read_plan_record
 from manyhands.core.run_folder import OBJECTS, RunFolder
 from manyhands.core.scratch import scratch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from manyhands.worker.plan_search import PlannedJob
 
 Guesses = list[tuple[str, float]]
+_RETRIES = 5  # of an evaluation whose checkpoint is removed
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -52,12 +53,14 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     trained_on = load_job({}, file=run.job).job.data.name if whole and (run := find_run_folder(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
         say(f"{job.data.name} contains training pictures of this run; to evaluate only the evaluation split, omit DATA")
-    try:
-        return evaluate_job(job, path, given=given, whole=whole)
-    except UserError:
-        if path.exists():
-            raise
-    return evaluate_run(reference, which=which, flags=flags)  # a run that still trains has removed the checkpoint
+    for _ in range(_RETRIES):
+        try:
+            return evaluate_job(job, path, given=given, whole=whole)
+        except ManyhandsError:
+            if path.exists():
+                raise
+        path = resolve_checkpoint(reference, which)  # a run that still trains has removed the checkpoint
+    return evaluate_job(job, path, given=given, whole=whole)
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
