@@ -236,7 +236,7 @@ def test_machines_of_an_active_run_and_joined_machines_are_shown(folder):
     head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(folder.path), hosts=["n1", "n2"], command=[])
     reported = why(folder, head)
     assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in reported.lines()
-    assert re.search("is active on n1, .*, before its first update; last record .* ago", reported.headline)
+    assert re.search("is active on n1, .*, at step 8; last record .* ago", reported.headline)
     assert not reported.cause
     assert re.fullmatch("restarted with another machine .*: n2 can join: restarting from step 8", reported.done[0])
     assert not why(folder).machines

@@ -372,7 +372,10 @@ def _resume_hint(run: RunData) -> str:
 
 
 def _describe_progress(run: RunData) -> str:
-    return f"at step {run.steps[-1].step} of {run.steps[-1].total_steps}" if run.steps else "before its first update"
+    saved = saved_step(run.folder) or 0
+    if run.steps:
+        return f"at step {max(saved, run.steps[-1].step)} of {run.steps[-1].total_steps}"
+    return f"at step {saved}" if saved else "before its first update"
 
 
 def _last_record(run: RunData) -> str:
