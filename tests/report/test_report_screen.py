@@ -148,8 +148,7 @@ def test_a_session_shows_its_own_warnings_and_the_save_of_its_stop_in_any_encodi
     run.save(150)
     screen.close()  # also where the start has failed before its setup
     text = stream.buffer.getvalue()
-    assert rb"\u6570" in text
-    assert b"saved at step 150" in text
+    assert all(words in text for words in (rb"\u6570", b"saved at step 150"))
     assert b"saved at step 100" not in text
 
 

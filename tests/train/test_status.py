@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from torchvision.models import resnet18
 
+from manyhands.core.world import World
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import parse_link
 from manyhands.sync.options import SyncOptions
-from manyhands.train.status import CommunicationMonitor, DivergenceDetector, shut_connections
+from manyhands.train.status import CommunicationMonitor, DivergenceDetector, explain_nonfinite, shut_connections
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,13 @@ from manyhands.train.status import CommunicationMonitor, DivergenceDetector, shu
 def test_what_diverges_is_reported_once_and_what_is_usual_not(classes, losses, places):
     watch = DivergenceDetector(classes)
     assert [place for place, loss in enumerate(losses) if watch.observe(loss)] == places
+
+
+@pytest.mark.parametrize(("step", "advice"), [(0, "no update was possible"), (1, "reduce train.lr")])
+def test_a_loss_lost_before_any_update_is_not_blamed_on_the_learning_rate(step, advice):
+    network = SimpleNamespace(traits=SimpleNamespace(nonfinite_buffers=()), model=resnet18())
+    measured = SimpleNamespace(bad_loss_step=step, bad_gradient_step=math.inf)
+    assert advice in explain_nonfinite(network, World(), measured).hints[0]
 
 
 SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())

@@ -438,7 +438,7 @@ class DivergenceDetector:
 _SHOWN = 8  # samples named in a message
 ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 HINTS = (ADVICE, "with fp16, use bf16 or fp32 instead")
-FIRST_HINTS = ("no update was possible: check the network, its initial weights and the loss function", HINTS[1])
+FIRST_HINTS = ("no update was possible: check the network, its weights, the inputs and the loss function", HINTS[1])
 INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
 
 
@@ -460,7 +460,7 @@ def explain_loss(
         what = "the loss is not finite, because the input pictures contain NaN or infinity"
         return RunError(what, where, INPUT_HINTS)
     found = f": {_nonfinite(network.model, images)}" if closely and not network.share.collective_forward else ""
-    return RunError(f"the loss is not finite{found}", where, HINTS)
+    return RunError(f"the loss is not finite{found}", where, HINTS if step else FIRST_HINTS)
 
 
 def _nonfinite(model: nn.Module, images: Tensor) -> str:
@@ -500,7 +500,7 @@ def explain_nonfinite(network: ParallelNetwork, world: World, measured: StepSums
     kind = 0 if any(bad == step for bad, _ in by_rank) else 1
     rank = next(rank for rank, seen in enumerate(by_rank) if seen[kind] == step)
     what = f"{('the loss', 'a gradient')[kind]} is not finite" + (f", and {lost} is not finite either" if lost else "")
-    return RunError(what, f"rank {rank}, step {step:.0f}", hints)
+    return RunError(what, f"rank {rank}, step {step:.0f}", hints if step else FIRST_HINTS)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -338,4 +338,4 @@ def explain_gradient(updater: Updater, update: UpdateShare, step: int, *, alone:
     by_rank = {world.rank: mine} if alone else values_by_rank(updater.synchronizer, mine, world)
     rank = next((rank for rank, text in by_rank.items() if text), min(by_rank))
     what = by_rank[rank] or "a gradient is not finite after the all-reduce"
-    return RunError(what, f"rank {rank}, step {step}", HINTS)
+    return RunError(what, f"rank {rank}, step {step}", HINTS if step else FIRST_HINTS)
