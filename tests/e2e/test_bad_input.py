@@ -31,6 +31,8 @@ def file(name, text):
 WRONG = file("wrong.py", "import torch\n\ndef make(:\n    pass\n")
 FAILS = file("mine.py", "def raises():\n    raise ConnectionError('the database is down')\n")
 SCRIPT = file("train.py", "print('started')")
+FLAT = "class Flat(nn.Linear):\n    def forward(self, images):\n        return super().forward(images.flatten(1))\n"
+NET = file("net.py", f"from torch import nn\n{FLAT}few, rgb = Flat(63, 10), nn.Sequential(nn.Conv2d(3, 10, 8))\n")
 DIGITS = "train digits mlp"
 CASES = [
     (None, alone, "train digts", ['no data set is called "digts"', 'did you mean "digits"?']),
@@ -41,6 +43,8 @@ CASES = [
     (None, alone, f"{DIGITS} --set model.num_classes=4", "10 classes"),
     (WRONG, alone, "train digits wrong.py:make", ["wrong.py:3", "def make(:", "SyntaxError"]),
     (None, alone, f"train digits {NETS}:broken", ["nets.py:", "the weights are elsewhere"]),
+    (NET, inside, "train digits net.py:few", ["trial step before training failed on 2 samples of", "net.py:4"]),
+    (NET, inside, "train digits net.py:rgb", ["of shape 1x8x8: RuntimeError: Given", "where: model.name = net.py:rgb"]),
     (FAILS, alone, "train mine.py:raises mlp", ["mine.py:2", "failed: ConnectionError: the database is down"]),
     (FAILS, alone, "train digits mine.py", ['no network is called "mine.py"', "function of the file: mine.py:raises"]),
     (None, alone, "train digits --out /proc/nowhere", ["/proc/nowhere", "can't be created"]),

@@ -74,3 +74,9 @@ def has_native_bf16(device: str) -> bool:
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     # CUDA and XPU have one parameter, including_emulation; Ascend has none.
     return bool(supported and supported(*(False for _ in inspect.signature(supported).parameters)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if an error reports that a device or the machine is out of memory."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

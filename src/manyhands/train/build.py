@@ -10,13 +10,21 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.trained import find_record
+from manyhands.core.devices import is_out_of_memory
 from manyhands.core.errors import UserError
 from manyhands.core.quantities import short_time
 from manyhands.core.run_folder import NOWHERE, OBJECTS, resume_command
+from manyhands.core.user_code import user_line
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
-from manyhands.parallel.apply import apply_mode, equalize_replicas, normalizes_in_groups, require_equal_networks
+from manyhands.parallel.apply import (
+    apply_mode,
+    equalize_replicas,
+    normalizes_in_groups,
+    require_equal_networks,
+    takes_mesh,
+)
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms, measure_rows
@@ -186,17 +194,28 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
         measure_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return trial_step.TrialResult([], draws=False)
     classes = len(samples.classes) if parts.loss_fn else 0
-    try:
-        found = trial_step.run_trial(probe, samples.train, classes, count)
-    except _FAILURES as error:
-        if parts.loss_fn is None:
-            method = parts.job.sync.method
-            what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
-            hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
-            raise UserError(what, "session.prepare", hints) from error
-        if count == most or isinstance(error, torch.OutOfMemoryError):
-            raise
-        found = trial_step.run_trial(probe, samples.train, classes, most)
+    found = None
+    while found is None:
+        try:
+            found = trial_step.run_trial(probe, samples.train, classes, count)
+        except _FAILURES as error:
+            if parts.loss_fn is None:
+                method = parts.job.sync.method
+                what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
+                hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
+                raise UserError(what, "session.prepare", hints) from error
+            if is_out_of_memory(error):
+                raise
+            if count < most:
+                count = most
+                continue
+            if takes_mesh(parts.mode) or isinstance(error, torch.AcceleratorError):  # a peer or the device may be lost
+                raise
+            shape = [*data_setup.first_picture(samples.train).shape]
+            what = f"the trial step before training failed on {count} samples of shape {'x'.join(map(str, shape))}"
+            where = user_line(error) or f"model.name = {parts.job.model.name}"
+            hints = (f"check the network and the loss for inputs of shape {[count, *shape]}",)
+            raise UserError(f"{what}: {type(error).__name__}: {error}", where, hints) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from manyhands.core.devices import is_out_of_memory
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError, RunError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.run_folder import RunFolder
@@ -72,12 +73,6 @@ def is_peer_loss(error: BaseException) -> bool:
         return not any(text in said for text in OWN_MISTAKES)
     # An error of a backend may also be the cause: NCCL raises "Duplicate GPU detected" on every rank.
     return isinstance(error, RuntimeError) and any(text in said for text in CONSEQUENCES)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if an error reports that a device or the machine is out of memory."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def explain_out_of_memory(error: BaseException, trainer: "Trainer | None") -> RunError:
