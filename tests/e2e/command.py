@@ -242,6 +242,13 @@ def wait_until(condition, process=None, patience=PATIENCE_S):
     return found
 
 
+def has_ended(process):
+    """Whether a process has ended, waited for or not: the first process of a container may never wait for orphans."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
 def free_port():
     """A port of loopback that nobody uses now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -159,7 +159,7 @@ def test_loader_processes_of_earlier_starts_leave_nothing(here, request):
             pids |= {one.pid for one in ours}
             open_files.append(agent.num_fds())
             workers_of(process)[number % 2].kill()
-            wait_until(lambda those=ours: not any(one.is_running() for one in those), process)
+            wait_until(lambda those=ours: all(map(command.has_ended, those)), process)
         wait_until(lambda: len(events("run", "resumed")) == kills, process)
         why = done("why run", by=command.inside).out
         assert f"done: {kills} restarts in all; the last 3:" in why
@@ -258,4 +258,4 @@ def test_killed_agent_or_only_worker_is_replaced_and_resumes_from_the_last_save(
     assert resumed["step"] >= 10
     if who == "the agent":
         assert "the agent that watches the processes failed: the agent was killed by SIGKILL: restarting" in ended.err
-    assert not any(one.is_running() for one in before)
+    assert all(map(command.has_ended, before))

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.cluster.agents.early import EARLY, start_early_agent, take_early_agent
 from manyhands.core.errors import EXIT_SAVED
-from tests.e2e.command import QUICKLY, done, end, finish, read, start, training, wait_until
+from tests.e2e.command import QUICKLY, done, end, finish, has_ended, read, start, training, wait_until
 
 # Exits with the command's own code, or with 99 where the head has loaded torch.
 HEAD = """
@@ -114,14 +114,14 @@ def test_an_early_agent_ends_where_a_job_is_wrong_or_its_head_is_killed(here):
     (here / "go").touch()
     finish(wrong, code=2)
     assert finish(killed).code == -signal.SIGKILL
-    wait_until(lambda: not (agent.is_running() or other.is_running()))
+    wait_until(lambda: has_ended(agent) and has_ended(other))
 
 
 def test_an_early_agent_is_not_kept_where_only_other_machines_take_part(here):
     """It would hold what it has imported for as long as they train."""
     away, agent = begun("--cluster.hosts", '["elsewhere"]', "--cluster.ssh", "sh -c 'sleep 300'", "--out", "run")
     (here / "go").touch()
-    wait_until(lambda: not agent.is_running(), away)
+    wait_until(lambda: has_ended(agent), away)
     assert away.poll() is None
     end(away)
 

@@ -215,8 +215,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
         assert len(members) >= 4
         (agent if who == "agent" else members[0]).kill()
         ended = finish(process)
-        psutil.wait_procs(members[1:], timeout=120)
-        assert not [each for each in members[1:] if each.is_running()]
+        wait_until(lambda: all(map(command.has_ended, members[1:])))
     assert not marked(str(here))
     assert json.loads(done("ps --json", by=inside).out) == []
     if who == "agent":

@@ -15,7 +15,7 @@ import pytest
 from manyhands.checkpoint.folders import newest_checkpoint
 from manyhands.checkpoint.read import load_checkpoint
 from manyhands.core.timeouts import SILENT_S
-from tests.e2e.command import PIPES, QUICKLY, done, events, finish, training, wait_until, words
+from tests.e2e.command import PIPES, QUICKLY, done, events, finish, has_ended, training, wait_until, words
 from tests.network.runs import (
     EXACT,
     LONG,
@@ -149,7 +149,7 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):
         for process in theirs:
             with contextlib.suppress(psutil.NoSuchProcess):  # it goes with the head
                 process.send_signal(signal.SIGCONT)
-        wait_until(lambda: not head.is_running() or head.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: has_ended(head))
     finally:
         for process in theirs:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from manyhands.config.load import load_job
+from tests.e2e import command
 from tests.e2e.command import QUICKLY, done, events, final_weights, finish, messages, stop, training, wait_until
 from tests.e2e.test_hard_places import assert_alike
 from tests.network.runs import (
@@ -147,13 +148,13 @@ def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
     """All hosts of the lab share a disk, so that its processes could write where the run goes on without them."""
     with training("launch", JOB, "--epochs 40 --out run", hosts(lab)) as process:
         wait_until(begun(kind="saved"), process)
-        ours = [pid for pid in lab.processes(1) if b"agents.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        for pid in ours:
-            os.kill(pid, signal.SIGSTOP)
+        ours = [one for one in map(psutil.Process, lab.processes(1)) if "agents.agent" in " ".join(one.cmdline())]
+        for one in ours:
+            one.suspend()
         wait_until(lambda: events("run", "resumed"), process)
-        for pid in ours:
-            os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: not any(map(psutil.pid_exists, ours)), patience=2 * GONE_S)
+        for one in ours:
+            one.resume()
+        wait_until(lambda: all(map(command.has_ended, ours)), patience=2 * GONE_S)
         finish(process, code=0, says="WARNING n1 is lost: no message for")
     assert not list(here.glob("run/ranks/failures/*.json"))
     assert steps() == sorted(set(steps()))

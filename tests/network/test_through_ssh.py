@@ -25,7 +25,9 @@ ALONE = "-n 3 --set parallel.shared_memory=false"
 @pytest.fixture(scope="module")
 def rented():
     """Three hosts whose sshd listens on an odd port, and that let nothing else in."""
-    with Lab(3) as lab:
+    with Lab(3) as lab, tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", own)  # tests that run at the same time leave folders of the same names
+        patch.setenv("TMPDIR", lab.environment.setdefault("TMPDIR", own))
         for host in lab.hosts:
             lab.start(host, port=PORT)
         yield lab
