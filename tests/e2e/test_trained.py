@@ -51,14 +51,25 @@ def right(guesses, files):
     return sum(found[0][0] == file.parent.name for file, found in zip(files, guesses, strict=True))
 
 
-def test_a_checkpoint_that_training_removes_meanwhile_is_chosen_again(trained):
+USES = {
+    "eval": lambda run, val, _: evaluate_run(run, which="best", flags={"data.name": str(val)})["top1"],
+    "predict": lambda run, val, _: list(predict_files(run, [val])),
+    "load": lambda run, *_: manyhands.load(run).classes,
+    "show": lambda run, *_: tasks.describe_checkpoint(run, which="best")["step"],
+    "convert": lambda run, _, target: tasks.rewrite_checkpoint(run, target, which="best"),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_checkpoint_that_training_removes_meanwhile_is_chosen_again(use, trained, tmp_path):
     (run, val), choices, resolve = trained, iter([Path("gone")]), tasks.resolve_checkpoint
-    how = {"which": "best", "flags": {"data.name": str(val)}}
+    expected = use(run.path, val, tmp_path / "before.pth")
     with mock.patch.object(tasks, "resolve_checkpoint", lambda *given: next(choices, None) or resolve(*given)):
-        assert evaluate_run(run.path, **how)["top1"] == run.best.top1
+        assert use(run.path, val, tmp_path / "again.pth") == expected
     gone = mock.patch.object(tasks, "resolve_checkpoint", return_value=Path("gone"))
-    with gone, pytest.raises(UserError, match="gone"):
-        evaluate_run(run.path, **how)
+    with gone, pytest.raises(UserError, match="removed each chosen checkpoint"):
+        use(run.path, val, tmp_path / "never.pth")
+    assert not (tmp_path / "never.pth").exists()
 
 
 def test_prediction_sees_what_the_evaluation_saw(trained):

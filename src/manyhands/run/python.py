@@ -22,7 +22,7 @@ from manyhands.core.world import ProcessInfo
 from manyhands.report import changes, page, read, summary, time_shares
 from manyhands.run.folder import read_network_record, run_folder
 from manyhands.run.outcome import Outcome, report_on
-from manyhands.run.tasks import list_pictures, resolve_checkpoint
+from manyhands.run.tasks import list_pictures, use_checkpoint
 from manyhands.run.train import launch_decision, train, train_in_process
 from manyhands.train.objects import Objects, digest_objects, metric_names
 
@@ -349,13 +349,16 @@ def load(
         UserError: the run does not exist, or its network can't be rebuilt without `model`.
     """
     live = copy.deepcopy(run.model) if isinstance(run, Run) and model is None else model
-    path = resolve_checkpoint(run.path if isinstance(run, Run) else Path(run).expanduser(), which)
-    record = read_network_record(path)
-    if live is None and record and not isinstance(run, Run):
-        announce([record.name], path, record, "load(RUN, model={!r})")
-    from manyhands.worker.own_process import open_trained
 
-    return open_trained(path, model=live, device=device)
+    def opened(path: Path) -> "Trained":
+        record = read_network_record(path)
+        if live is None and record and not isinstance(run, Run):
+            announce([record.name], path, record, "load(RUN, model={!r})")
+        from manyhands.worker.own_process import open_trained
+
+        return open_trained(path, model=live, device=device)
+
+    return use_checkpoint(run.path if isinstance(run, Run) else Path(run).expanduser(), which, opened)
 
 
 @_hints_as_arguments()

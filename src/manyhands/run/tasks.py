@@ -4,11 +4,12 @@ A task runs in this process, in the group that a launcher has formed, or on proc
 folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file. `which` is "best" or "last", for a run folder.
 """
 
+import functools
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose_checkpoint
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from manyhands.worker.plan_search import PlannedJob
 
 Guesses = list[tuple[str, float]]
-_RETRIES = 5  # of an evaluation whose checkpoint is removed
+_T = TypeVar("_T")
+_CHOICES = 5  # of a checkpoint, while a run that still trains removes the chosen one
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -43,9 +45,8 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     """
     from manyhands.worker.launcher import is_unsplit_folder
 
-    job, path = load_run_job(reference, flags), resolve_checkpoint(reference, which)
+    job = load_run_job(reference, flags)
     given = [key for key, value in flags.items() if value is not None]
-    _announce_code(job, path, given)
     if job.data.name == OBJECTS:
         hints = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
         raise UserError("the data of this run was a Python object in the training program", str(reference), hints)
@@ -53,14 +54,12 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     trained_on = load_job({}, file=run.job).job.data.name if whole and (run := find_run_folder(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
         say(f"{job.data.name} contains training pictures of this run; to evaluate only the evaluation split, omit DATA")
-    for _ in range(_RETRIES):
-        try:
-            return evaluate_job(job, path, given=given, whole=whole)
-        except ManyhandsError:
-            if path.exists():
-                raise
-        path = resolve_checkpoint(reference, which)  # a run that still trains has removed the checkpoint
-    return evaluate_job(job, path, given=given, whole=whole)
+
+    def evaluate(path: Path) -> dict[str, Any] | None:
+        _announce_code(job, path, given)
+        return evaluate_job(job, path, given=given, whole=whole)
+
+    return use_checkpoint(reference, which, evaluate)
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
@@ -122,8 +121,23 @@ def find_run_folder(reference: Path) -> RunFolder | None:
     return next((folder for folder in folders if folder.exists()), None)
 
 
+def use_checkpoint(reference: Path, which: str, use: Callable[[Path], _T]) -> _T:
+    """Returns use(path) for a checkpoint. Chooses another one if a run that still trains removes it meanwhile.
+
+    Prints which damaged checkpoints are skipped. Raises UserError if none is usable.
+    """
+    for _ in range(_CHOICES):
+        path = resolve_checkpoint(reference, which)
+        try:
+            return use(path)
+        except (ManyhandsError, FileNotFoundError):
+            if path.exists():
+                raise
+    hints = ("try again", "or keep more checkpoints when you train: --set checkpoint.keep=10")
+    raise UserError("the run removed each chosen checkpoint before it was read", str(reference), hints)
+
+
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns a checkpoint's path, and prints which damaged ones are skipped. Raises UserError if none is usable."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in logs.read_log_locations(folder) if place.has_rank(0) and not place.local), None)
@@ -152,22 +166,24 @@ def predict_files(
     is None, this process predicts, or the group that a launcher formed. If `device` is None, one process uses the CPU,
     and several processes select a device. Raises UserError if a picture or the network is missing.
     """
-    files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
-    record = read_network_record(path)
-    if model is None and record:
-        announce([record.name], path, record, "--model {}")
+    files = list_pictures(pictures)
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
-    if (processes or 1) > 1 or decide_launch(job.cluster).process_info:
-        named = [str(file.resolve()) for file in files]
-        argument = {"task": "predict", "checkpoint": str(path.resolve()), "pictures": named, "model": model}
-        found = _run_task(job, argument)
-        yield from zip(files, found["guesses"], strict=True) if found else ()
-    else:
+
+    def predict(path: Path) -> Iterable[Guesses | str]:
+        record = read_network_record(path)
+        if model is None and record:
+            announce([record.name], path, record, "--model {}")
+        if (processes or 1) > 1 or decide_launch(job.cluster).process_info:
+            named = [str(file.resolve()) for file in files]
+            argument = {"task": "predict", "checkpoint": str(path.resolve()), "pictures": named, "model": model}
+            return _run_task(job, argument).get("guesses", ())
         from manyhands.worker.own_process import guess, open_trained
 
-        device = "cpu" if job.cluster.device == "auto" else job.cluster.device
-        trained = open_trained(path, model=model, device=device)
-        yield from zip(files, guess(trained, files, skip=True), strict=True)
+        place = "cpu" if job.cluster.device == "auto" else job.cluster.device
+        return guess(open_trained(path, model=model, device=place), files, skip=True)
+
+    if found := use_checkpoint(reference, which, predict):
+        yield from zip(files, found, strict=True)
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
@@ -193,12 +209,15 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
 
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     """Returns a checkpoint's format, step and mesh, and the shape, dtype, sharding and size of each tensor."""
-    path = resolve_checkpoint(reference, which)
-    if not is_pickled(path):
-        return open_description(path, verified=path.is_dir()).as_plain()
-    from manyhands.worker.launcher import describe_pickled
 
-    return describe_pickled(path)
+    def describe(path: Path) -> dict[str, Any]:
+        if not is_pickled(path):
+            return open_description(path, verified=path.is_dir()).as_plain()
+        from manyhands.worker.launcher import describe_pickled
+
+        return describe_pickled(path)
+
+    return use_checkpoint(reference, which, describe)
 
 
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
@@ -208,7 +227,7 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
     """
     from manyhands.worker.launcher import convert_checkpoint
 
-    return convert_checkpoint(lambda: resolve_checkpoint(reference, which), target, plan)
+    return convert_checkpoint(functools.partial(use_checkpoint, reference, which), target, plan)
 
 
 def _run_task(job: Job, argument: dict[str, Any]) -> dict[str, Any]:

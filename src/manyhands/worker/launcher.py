@@ -50,24 +50,30 @@ def describe_pickled(path: Path) -> dict[str, Any]:
     return open_checkpoint(path).as_plain()
 
 
-def convert_checkpoint(find_source: Callable[[], Path], target: Path, plan: Path | None) -> tuple[str, ...]:
-    """Writes a copy of a checkpoint, sharded by `plan` or unsharded. Returns messages about omitted data."""
+def convert_checkpoint(use_source: Callable[[Any], Any], target: Path, plan: Path | None) -> tuple[str, ...]:
+    """Writes a copy of the checkpoint whose path `use_source` passes, sharded by `plan` or unsharded.
+
+    Returns messages about omitted data.
+    """
     from manyhands.checkpoint import reshard
     from manyhands.checkpoint.read import open_checkpoint
     from manyhands.checkpoint.snapshot import EXTRA_STATE
 
     reshard.refuse_existing(target)
     layout = reshard.read_network_layout(plan) if plan else None
-    path = find_source()
-    source = open_checkpoint(path, verified=path.is_dir(), wanted=layout.layouts if layout else ())
-    if layout:
-        reshard.reshard(source, target, layout)
-        return source.notes
-    reshard.merge(source, target)
-    notes = list(source.notes)
-    if source.optimizer is not None and reshard.is_single_file(target):
-        notes.append("the optimizer state is omitted: the file holds only weights")
-    if EXTRA_STATE in source.state and target.name.endswith(reshard.SAFETENSORS):
-        why = ".safetensors files hold only tensors (do: choose a .pth file)"
-        notes.append(f"the modules' extra state is omitted: {why}")
-    return tuple(notes)
+
+    def convert(path: Path) -> tuple[str, ...]:
+        source = open_checkpoint(path, verified=path.is_dir(), wanted=layout.layouts if layout else ())
+        if layout:
+            reshard.reshard(source, target, layout)
+            return source.notes
+        reshard.merge(source, target)
+        notes = list(source.notes)
+        if source.optimizer is not None and reshard.is_single_file(target):
+            notes.append("the optimizer state is omitted: the file holds only weights")
+        if EXTRA_STATE in source.state and target.name.endswith(reshard.SAFETENSORS):
+            why = ".safetensors files hold only tensors (do: choose a .pth file)"
+            notes.append(f"the modules' extra state is omitted: {why}")
+        return tuple(notes)
+
+    return use_source(convert)
