@@ -9,13 +9,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, NetworkTraits
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.parallel.split.execute import SplitNetwork
 from manyhands.parallel.split.network import PlannedNetwork
 from manyhands.parallel.split.tracing import describe_network
-from manyhands.planner.collectives import PlannedUpdate, equal_shares
+from manyhands.planner.collectives import PlannedUpdate
 from tests.planner.nets import loss_fn_of_sums, mesh_of, random_letters
 from tests.processes.parity import NETWORKS
 from tests.processes.ranks import run_on_ranks
@@ -79,7 +80,7 @@ def _update(world, name, mesh, batch, norm_group, seed):
     letters = random_letters(train, mesh, seed)
     for one in evaluate.ops:
         letters.setdefault(one, tuple("r" for _ in mesh.axes))
-    share = equal_shares(batch, norm_group)
+    share = equal_share_function(batch, norm_group)
     predicted = PlannedUpdate(train, letters, mesh, batch, share, world.rank).collectives()
     split = SplitNetwork(model, train, evaluate, letters, Grid(mesh, world)).train()
     network = PlannedNetwork(split, None, NetworkTraits())

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
-from manyhands.planner.collectives import BACKWARD, FORWARD, equal_shares
+from manyhands.planner.collectives import BACKWARD, FORWARD
 from manyhands.planner.cost import CostInputs, ShardedOpTimes, largest_shard_shape, predict, sharding_problem
 from manyhands.planner.links import mesh_links
 from manyhands.planner.solve import evaluate
@@ -27,7 +28,7 @@ def _setting(graph, sizes, **others):
     mesh = mesh_of(sizes)
     links = mesh_links(mesh, per_machine=1, between=LinkSpeed(1e8, 1e-4))
     work = ShardedOpTimes(graph, BATCH, mesh.size, TIMES)
-    return CostInputs(work, links, equal_shares(BATCH, 0), **others)
+    return CostInputs(work, links, equal_share_function(BATCH, 0), **others)
 
 
 @settings(max_examples=20)
@@ -84,7 +85,8 @@ def test_groups_that_span_processes_cost_sums_in_both_directions():
     mesh, letters = mesh_of((4,)), dict.fromkeys(graph.ops, ("n",))
     work = ShardedOpTimes(graph, BATCH, 4, TIMES)
     apart, spanning = (
-        predict(graph, letters, CostInputs(work, mesh_links(mesh), equal_shares(BATCH, group))) for group in (4, 8)
+        predict(graph, letters, CostInputs(work, mesh_links(mesh), equal_share_function(BATCH, group)))
+        for group in (4, 8)
     )
     assert len(spanning.collectives) - len(apart.collectives) == 2 * 2
     assert spanning.communication_seconds > apart.communication_seconds

@@ -16,10 +16,10 @@ from torch import nn
 
 import manyhands
 from manyhands.core.errors import UserError
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.strategy import resolve_letters
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured, pick_predicted, time_in_rounds
-from manyhands.planner.collectives import equal_shares
 from manyhands.planner.cost import CostInputs, ShardedOpTimes, sharding_problem
 from manyhands.planner.device_models import REACHED_OPERATIONS, load_device_model
 from manyhands.planner.find import (
@@ -53,7 +53,9 @@ slow = links_at(12.5e6)
 )
 def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
     mesh = mesh_of(sizes)
-    setting = CostInputs(ShardedOpTimes(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), equal_shares(64, 0))
+    setting = CostInputs(
+        ShardedOpTimes(graph, 64, mesh.size, OpTimes(budget_s=0.0)), slow(mesh), equal_share_function(64, 0)
+    )
     one = sharding_problem(graph, setting)
     ((found,), _) = solve_all([one.problem], gap=GAP)
     hands = [Plan(mesh), Plan(mesh, default=f"r@{','.join(mesh.names)}")]

@@ -106,9 +106,9 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
     return tuple(_divide_samples(batch_sharing, edges, *each) for each in itertools.pairwise([*bounds, edges[-1]]))
 
 
-def equal_share_function(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
-    """Returns a function that takes a number of shares and an index, and returns that share of `equal_shares`."""
-    return lambda parts, index: equal_shares(count, group, bounds, parts)[index]
+def equal_share_function(count: int, group: int, bounds: tuple[int, int] | None = None) -> Callable[[int, int], Share]:
+    """Returns a function (number of shares, index) -> that share of `equal_shares`, by default of the whole batch."""
+    return lambda parts, index: equal_shares(count, group, bounds or (0, count), parts)[index]
 
 
 def group_boundaries(count: int, group_size: int) -> list[int]:

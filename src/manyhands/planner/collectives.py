@@ -8,7 +8,7 @@ import torch
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import Share
-from manyhands.data.order import BatchSharing, equal_share_function
+from manyhands.data.order import BatchSharing
 from manyhands.parallel.mesh.placement import Extent, Layout, conversion_collectives, value_layout
 from manyhands.parallel.mesh.reduce import gradient_sum_axes, make_buckets
 from manyhands.parallel.replicas.batch_norm import GroupedNorm
@@ -62,13 +62,8 @@ class PlannedUpdate:
         return [*_conversions(self), *_norms(self), *_loss(self), *_gradients(self), *_statistics(self)]
 
 
-def equal_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function (process count, index) -> equal share of a micro-batch. `norm_group` 0: no groups."""
-    return equal_share_function(batch, norm_group, (0, batch))
-
-
 def data_parallel_shares(batch: int, norm_group: int) -> ShareOf:
-    """Returns a function like `equal_shares`, but for data parallel: of entire BatchNorm groups if possible."""
+    """Returns a function like `equal_share_function`, but for data parallel: of entire BatchNorm groups if possible."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 

@@ -11,13 +11,14 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import short_time
 from manyhands.core.world import check_batch
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.execute import Letters, parameter_layouts
 from manyhands.parallel.split.graph import LOSS, Graph
 from manyhands.parallel.split.strategy import explicit_letters, refusal, resolve_letters, shorten_strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
-from manyhands.planner.collectives import data_parallel_shares, equal_shares
+from manyhands.planner.collectives import data_parallel_shares
 from manyhands.planner.cost import CostInputs, Prediction, ShardedOpTimes, predict, sharding_problem
 from manyhands.planner.links import MeshLinks, mesh_links
 from manyhands.planner.solve import NoPlanError, solve_all
@@ -201,7 +202,7 @@ class CandidatePredictor:
         self.base = CostInputs(
             ShardedOpTimes(graph, request.batch, request.world_size, times),
             speeds,
-            equal_shares(request.batch, request.norm_group),
+            equal_share_function(request.batch, request.norm_group),
             slots=request.slots,
             overlap=_OVERLAP_APART if apart else _OVERLAP_TOGETHER,
             repeat=not request.accelerator,

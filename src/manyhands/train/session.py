@@ -29,7 +29,7 @@ from manyhands.data.samples import has_targets, splits_to_evaluate
 from manyhands.data.splits import ImagesInMemory, check_labels
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import autocast
-from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
+from manyhands.parallel.group.collectives import Subgroup, new_group
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plan import PlanLike, to_plan
 from manyhands.parallel.replicas.norm_pass import precise_dtype
@@ -66,7 +66,7 @@ class Session(Subgroup):
         stop: StopSignal | None = None,
         write_metadata: Callable[[Trainer], None] = lambda _: None,
     ) -> None:
-        everybody = world_group(world)
+        everybody = Subgroup(range(world.size), world.rank, None)
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job, self.device, self.is_main = world, job, torch.device(world.device), world.is_main
         self._folder, self._scheduled, self._metrics = folder, scheduled, metrics or {}

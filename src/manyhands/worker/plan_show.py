@@ -8,11 +8,12 @@ from typing import Any
 from manyhands.config.job import Job
 from manyhands.config.load import announce, load_job
 from manyhands.core.errors import UserError
+from manyhands.data.order import equal_share_function
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.split.graph import Graph
 from manyhands.parallel.split.strategy import parse_strategy, resolve_letters, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.collectives import GRADIENTS, STATISTICS, Collective, PlannedUpdate, equal_shares
+from manyhands.planner.collectives import GRADIENTS, STATISTICS, Collective, PlannedUpdate
 from manyhands.planner.cost import largest_shard_shape, parameter_bytes
 from manyhands.planner.find import graph_digest
 from manyhands.worker import plan_search
@@ -69,7 +70,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> ShownPlan:
     if isinstance(known, dict) and known.get("sha") not in {None, graph_digest(graph)}:
         notes.append("the network changed after the plan was made; the plan's strategies still apply")
     batch = network["batch"]
-    share = equal_shares(batch, case.norm_group)
+    share = equal_share_function(batch, case.norm_group)
     sent: dict[str, list[Collective]] = {}
     for one in PlannedUpdate(graph, letters, plan.mesh, batch, share, plan.mesh.size - 1).collectives():
         sent.setdefault(one.op or one.when, []).append(one)

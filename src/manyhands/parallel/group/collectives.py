@@ -158,10 +158,6 @@ class Subgroup:
         return self._rank_of(member, caller)
 
 
-def world_group(world: World) -> Subgroup:
-    return Subgroup(range(world.size), world.rank, None)
-
-
 def group_timeout(world: World) -> timedelta | None:
     """Returns the timeout of collectives that the job sets, or None for torch's default (half an hour)."""
     return timedelta(seconds=world.collective_timeout_s) if world.collective_timeout_s else None
