@@ -24,7 +24,8 @@ from manyhands.sync.costs import BLOCK, SCALE_BYTES, values_per_machine
 
 T = TypeVar("T")
 
-_LOOK_S, _LONGEST_S = 0.002, 60.0  # between two polls of a collective; the longest wait for an exchange at the end
+# Between two polls of a collective; the longest wait for an exchange at the end, and for its thread after that.
+_LOOK_S, _LONGEST_S, _LEAVES_S = 0.002, 60.0, 1.0
 
 _SMALLEST = 1e-35  # the smallest divisor
 _BIAS = 136  # packs two integers from -8 to 7 into one byte: 8 + 8 * 16
@@ -76,12 +77,12 @@ class AsyncExchange(Generic[T]):
         while not in_thread and not self._ended.is_set():
             self._work.wait()
             self._work = self._next()
-        if not self._ended.is_set():
-            threading.Thread(target=self._continue, name="manyhands exchange", daemon=True).start()
+        self._thread = threading.Thread(target=self._continue, name="manyhands exchange", daemon=True)
+        self._thread.start()
 
     def result(self) -> T:
         """Waits for the end of the exchange, and returns its result. Raises RuntimeError if a collective failed."""
-        self._ended.wait()
+        self._thread.join()
         if self._error:
             raise self._error
         return self._results[0]
@@ -90,6 +91,7 @@ class AsyncExchange(Generic[T]):
         """Waits up to 60 s for the end of the exchange, so that its process group can be released."""
         self._ended.wait(_LONGEST_S)
         self._ended.set()
+        self._thread.join(_LEAVES_S)  # a thread that still frees tensors while Python exits would abort the process
 
     def _continue(self) -> None:
         try:
