@@ -194,28 +194,19 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
         measure_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return trial_step.TrialResult([], draws=False)
     classes = len(samples.classes) if parts.loss_fn else 0
-    found = None
-    while found is None:
+    try:
         try:
             found = trial_step.run_trial(probe, samples.train, classes, count)
         except _FAILURES as error:
-            if parts.loss_fn is None:
-                method = parts.job.sync.method
-                what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
-                hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
-                raise UserError(what, "session.prepare", hints) from error
-            if is_out_of_memory(error):
+            if count == most or is_out_of_memory(error):
                 raise
-            if count < most:
-                count = most
-                continue
-            if takes_mesh(parts.mode) or isinstance(error, torch.AcceleratorError):  # a peer or the device may be lost
-                raise
-            shape = [*data_setup.first_picture(samples.train).shape]
-            what = f"the trial step before training failed on {count} samples of shape {'x'.join(map(str, shape))}"
-            where = user_line(error) or f"model.name = {parts.job.model.name}"
-            hints = (f"check the network and the loss for inputs of shape {[count, *shape]}",)
-            raise UserError(f"{what}: {type(error).__name__}: {error}", where, hints) from error
+            count = most
+            found = trial_step.run_trial(probe, samples.train, classes, count)
+    except _FAILURES as error:
+        # Under a mesh a peer may be lost, not the network wrong; after an AcceleratorError, the device may be lost.
+        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError) or takes_mesh(parts.mode):
+            raise
+        raise _trial_error(error, parts, samples, count) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
@@ -223,6 +214,18 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
         message = f"no gradient reaches {', '.join(unused[:3])} (do: freeze parameters that should not train)"
         parts.journal.event("warning", message, 0)
     return trial_step.TrialResult(unused, draws, found.outputs, found.count)
+
+
+def _trial_error(error: Exception, parts: Parts, samples: data_setup.DataSetup, count: int) -> UserError:
+    if parts.loss_fn is None:
+        what = f"the network failed on the two test samples that sync.method = {parts.job.sync.method} needs: {error}"
+        hint = f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test"
+        return UserError(what, "session.prepare", (hint,))
+    shape = [*data_setup.first_picture(samples.train).shape]
+    what = f"the trial step before training failed on {count} samples of shape {'x'.join(map(str, shape))}"
+    where = user_line(error) or f"model.name = {parts.job.model.name}"
+    hint = f"check the network and the loss for inputs of shape {[count, *shape]}"
+    return UserError(f"{what}: {type(error).__name__}: {error}", where, (hint,))
 
 
 def _broadcast_initial_weights(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
