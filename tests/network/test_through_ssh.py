@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock, Timeout
 
+from manyhands.core.scratch import ALIVE
 from tests.e2e.command import assert_equal_weights, done, events, final_weights, finish, read, training, wait_until
 from tests.network.lab import Lab
 from tests.network.runs import ENDLESS, LONG, SHORT, begun, gone, undisturbed
@@ -25,9 +27,7 @@ ALONE = "-n 3 --set parallel.shared_memory=false"
 @pytest.fixture(scope="module")
 def rented():
     """Three hosts whose sshd listens on an odd port, and that let nothing else in."""
-    with Lab(3) as lab, tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", own)  # tests that run at the same time leave folders of the same names
-        patch.setenv("TMPDIR", lab.environment.setdefault("TMPDIR", own))
+    with Lab(3) as lab:
         for host in lab.hosts:
             lab.start(host, port=PORT)
         yield lab
@@ -49,7 +49,18 @@ def hosts(lab):
 
 def nothing_left(lab):
     gone(lab)
-    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("manyhands-way-*")), patience=30)
+    folders = Path(tempfile.gettempdir())
+    wait_until(lambda: not list(filter(is_abandoned, folders.glob("manyhands-way-*"))), patience=30)
+
+
+def is_abandoned(folder):
+    """Whether no process has locked it, as those of tests that run at the same time have."""
+    with contextlib.suppress(OSError, Timeout):
+        if (folder / ALIVE).exists():
+            with FileLock(folder / ALIVE, timeout=0):
+                pass
+        return folder.exists()
+    return False
 
 
 def test_launcher_relays_if_requested(rented, here):
