@@ -118,7 +118,7 @@ def _prepare_run(job: Job, membership: Membership, starts: start.StartSetup, fol
     if not addresses:
         _refuse_devices(job, machines)
     starts.set_addresses(addresses)
-    starts.open_folders()
+    starts.open_folders(starts.receiver.file_sizes())
     _refuse_another_run(job, folder, machines)
     if job.checkpoint.resume == "auto" and not job.run.script:
         starts.resume_from_newest()

@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from manyhands.checkpoint.folders import saved_step
@@ -34,7 +34,7 @@ class StartSetup(contextlib.ExitStack):
     def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: RecordReceiver, say: Say) -> None:
         super().__init__()
         self._job, self._membership, self._machines = job, membership, membership.machines
-        self._folder, self._receiver, self._say = folder, receiver, say
+        self._folder, self.receiver, self._say = folder, receiver, say
         self._script, self._holder = bool(job.run.script), secrets.token_hex(16)
         self._store, self.tunnels = self.enter_context(open_tunnels.StoreTunnel(job.cluster)), tunnel.MachineTunnels()
         self.callback(self.tunnels.close)
@@ -122,11 +122,9 @@ class StartSetup(contextlib.ExitStack):
     def _open_folder_on(self, machine: RunMachine) -> bool:
         """Opens the run folder on a machine that joins. Returns False if the machine is lost or refused."""
         try:
-            with self._shared_marker() as token:
-                request = self._request(machine, token, records=False, anew=False)
-                machine.opened_folder = machine.agent.ask(request, OPEN_FOLDER_S, self._machines.links)
-            if machine.opened_folder.taken:
-                raise RefusedError(f"a run is active in {machine.opened_folder.folder} on that machine")
+            self._open_on([machine], None, OPEN_FOLDER_S)
+            if machine.run_folder.taken:
+                raise RefusedError(f"a run is active in {machine.run_folder.folder} on that machine")
         except LinkClosed:
             machine.lose()
         except (RefusedError, RunError) as error:
@@ -162,55 +160,49 @@ class StartSetup(contextlib.ExitStack):
     def newest_step(self) -> int:
         return max(machine.run_folder.saved for machine in self._machines.running)
 
-    def open_folders(self, *, records: bool = True, anew: bool = False) -> None:
+    def open_folders(self, held: dict[str, int] | None) -> None:
         """Opens the run folder on every machine. Raises RunError if another launcher has taken over the run.
 
-        With `records`, the first machine sends its new records to the launcher, and rank 0's output if the run is a
-        user's script. With `anew`, the first machine sends all records, and the launcher renames its old files.
+        The first machine then sends its new records to the launcher, and rank 0's output if the run is a user's script.
+        `held` is the size of each growing file that the launcher has; {} makes the launcher rename its old files. If
+        `held` is None, no records are sent.
         """
         term = self._membership.term
-        with self._shared_marker() as token:
-            requests = {
-                machine: self._request(machine, token, records=records and not number, anew=anew)
-                for number, machine in enumerate(self._machines.running)
-            }
-            for machine, answer in self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S).items():
-                machine.opened_folder = answer
+        self._open_on(self._machines.running, held, TAKE_OVER_S if term else OPEN_FOLDER_S)
         highest = max(machine.run_folder.term for machine in self._machines.running)
         if highest > term > 0:
             if self._first_saved is not None:
                 raise RunError(REPLACED)
             self._membership.term = highest + 1
-            self.open_folders(records=records, anew=anew)
+            self.open_folders(held)
         elif self._first_saved is None:
             self._first_saved = self.newest_step
 
-    @contextlib.contextmanager
-    def _shared_marker(self) -> Iterator[str]:
-        """Yields the name of a temporary file, by which machines detect that they share the launcher's run folder."""
-        token = f".shared-{secrets.token_hex(8)}"
-        marker = self._folder.ranks / token
+    def _open_on(self, machines: Sequence[RunMachine], held: dict[str, int] | None, timeout_s: float) -> None:
+        """Opens the run folder on `machines`; `held` is for the first one. Raises RunError."""
+        marker = self._folder.ranks / f".shared-{secrets.token_hex(8)}"  # shows machines that they share the folder
+        here, run, term = str(self._folder.path.absolute()), folders.run_id(self._folder), self._membership.term
+        requests = dict[RunMachine, Request[protocol.RunOpened]]()
+        for number, machine in enumerate(machines):
+            place = here if machine.agent.here else remote_folder_path(machine, self._folder)
+            known = None if number else held
+            wanted = protocol.OpenRun(place, marker.name, self._holder, run, known, self._script, term)
+            requests[machine] = call(Agent.open_run, wanted)
         marker.touch()
         try:
-            yield token
+            for machine, answer in self._machines.ask(requests, timeout_s).items():
+                machine.opened_folder = answer
         finally:
             marker.unlink()
 
-    def _request(self, machine: RunMachine, token: str, *, records: bool, anew: bool) -> Request[protocol.RunOpened]:
-        here = str(self._folder.path.absolute())
-        place = here if machine.agent.here else remote_folder_path(machine, self._folder)
-        held = None if not records else {} if anew else self._receiver.file_sizes()
-        run, term = folders.run_id(self._folder), self._membership.term
-        return call(Agent.open_run, protocol.OpenRun(place, token, self._holder, run, held, self._script, term))
-
     def _reopen_folders(self) -> None:
         """Opens the run folders for a restart, and gives rank 0 to a machine with the newest checkpoint."""
-        self.open_folders(records=False)
+        self.open_folders(None)
         last_step = saved_step(self._folder)
         if self.newest_step < 0 and last_step is not None and not self._script:
             raise RunError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
         self._send_records(self._newest_first())
-        self.open_folders()
+        self.open_folders(self.receiver.file_sizes())
 
     def resume_from_newest(self) -> None:
         """Gives rank 0 to a machine with the newest checkpoint, and copies records from or to that machine."""
@@ -223,7 +215,7 @@ class StartSetup(contextlib.ExitStack):
         behind = last_step is None or last_step < step
         if not behind:
             self._send_records(first)
-        self.open_folders(anew=behind)
+        self.open_folders({} if behind else self.receiver.file_sizes())
 
     def _newest_first(self) -> RunMachine:
         """Moves the machines with the newest checkpoint to the front; returns the first machine."""
@@ -238,9 +230,12 @@ class StartSetup(contextlib.ExitStack):
         # The last records of a lost machine may not have been received.
         held = {} if machine.records_may_differ else machine.run_folder.held
         sender = RecordSender(self._folder.path, held, partial=True)
-        while pieces := list(sender.new_pieces()):
-            machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
+        self._send_all(machine.agent, machine.run_folder.folder, sender)
         machine.records_may_differ = False
+
+    def _send_all(self, link: AgentConnection, folder: str, sender: RecordSender) -> None:
+        while pieces := list(sender.new_pieces()):
+            link.ask(call(Agent.keep_records, folder, pieces), COPY_S, self._machines.links)
 
     def _choose_copy(self) -> None:
         """Selects the machine that keeps a copy of the records: the first one that has locked a folder of its own."""
@@ -260,10 +255,8 @@ class StartSetup(contextlib.ExitStack):
     def finish_copy(self) -> None:
         """Sends the remaining records to the machine with the copy; waits until they arrive or the machine is lost."""
         if self._copy:
-            link, folder, sender = self._copy
             with contextlib.suppress(RunError):
-                while not link.closed and (pieces := list(sender.new_pieces())):
-                    link.ask(call(Agent.keep_records, folder, pieces), COPY_S)
+                self._send_all(*self._copy)
 
 
 def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
