@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,7 @@ def _orders(job: Job, agents: Machines, survey: Survey, store: StoreTunnel) -> d
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
     orders = dict[connection.AgentConnection, Orders]()
     for number, (machine, folder) in enumerate(folders.items()):
-        met, variables = Rendezvous((1,) * len(folders), number, *machine.store), machine.address.environment()
-        orders[machine.agent] = orders_for(quick, "add-up", folder, met, device=machine.device, environment=variables)
+        order = orders_for(quick, "add-up", folder, Rendezvous((1,) * len(folders), number, *machine.store))
+        environment = machine.address.environment()
+        orders[machine.agent] = replace(order, device=machine.device, environment=environment)
     return orders

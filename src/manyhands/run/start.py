@@ -67,11 +67,11 @@ class StartSetup(contextlib.ExitStack):
         for position, machine in enumerate(running):
             tunnels = self._routes.ends[machine.name].environment() if self._routes else {tunnel_ends.VARIABLE: ""}
             rendezvous = Rendezvous(sizes, position, *machine.store, machine.spec.devices)
-            environment, there = {**machine.address.environment(), **tunnels}, machine.run_folder.folder
-            order = protocol.orders_for(
-                job, "train", there, rendezvous, device=machine.device, environment=environment, generation=number
+            environment = {**machine.address.environment(), **tunnels}
+            order = protocol.orders_for(job, "train", machine.run_folder.folder, rendezvous)
+            orders[machine.agent] = replace(
+                order, device=machine.device, environment=environment, generation=number, term=term
             )
-            orders[machine.agent] = replace(order, term=term)
         return orders
 
     def _try_connect(self, *, again: bool) -> str | None:

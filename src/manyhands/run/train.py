@@ -72,7 +72,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
             def orders(job: Job, number: int) -> dict[connection.AgentConnection, protocol.Orders]:
                 if not agents or agents[-1].closed:
                     agents.append(machines.open_local_agent(folder.ranks / "agent.log"))
-                return {agents[-1]: protocol.orders_for(job, "train", there, rendezvous, generation=number, **more)}
+                order = protocol.orders_for(job, "train", there, rendezvous, **more)
+                return {agents[-1]: replace(order, generation=number)}
 
             try:
                 if several:

@@ -146,19 +146,8 @@ class Orders:
     term: int = 0  # of the launcher, if the workers continue without it (detached run); else 0
 
 
-def orders_for(
-    job: Job,
-    task: str,
-    folder: str,
-    rendezvous: Rendezvous,
-    *,
-    device: str = "",
-    environment: dict[str, str] | None = None,
-    generation: int = 0,
-    **arguments: Any,
-) -> Orders:
+def orders_for(job: Job, task: str, folder: str, rendezvous: Rendezvous, **arguments: Any) -> Orders:
     """Returns the orders for one machine. `folder` is an absolute path there; `arguments` are those of the task."""
     argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **arguments}
     script = job.run.script if task == "train" else ()
-    device, threads = device or job.cluster.device, job.cluster.threads
-    return Orders(argument, f"{folder}/ranks", rendezvous, device, threads, environment or {}, script, generation)
+    return Orders(argument, f"{folder}/ranks", rendezvous, job.cluster.device, job.cluster.threads, script=script)
