@@ -108,7 +108,7 @@ def _lock_folder(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     try:
         if takes_over:
             folders.advance_term(folder.ranks, folders.Term(folders.read_term(folder.ranks).head + 1))
-        lock = folders.claim_run_folder(folder, "", *((timeouts.MAKE_WAY_S, timeouts.MAKE_WAY_S) if takes_over else ()))
+        lock = folders.claim_run_folder(folder, patience_s=timeouts.MAKE_WAY_S if takes_over else 0)
     except Timeout:
         raise active_run_error(folder, "or choose another --out") from None
     if not folders.run_id(folder):

@@ -160,8 +160,7 @@ class Agent(Probe):
         """Locks the run folder until this agent ends. Returns its run's id; None if another run has the lock."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            patience = (MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)
-            lock = folders.claim_run_folder(folder, wanted.holder, *patience)
+            lock = folders.claim_run_folder(folder, wanted.holder, MAKE_WAY_S if wanted.term else CLAIM_S)
         except Timeout:
             return None
         if lock:

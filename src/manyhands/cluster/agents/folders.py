@@ -72,13 +72,11 @@ def replace_job(folder: RunFolder, text: str) -> None:
         part.replace(folder.job)
 
 
-def claim_run_folder(
-    folder: RunFolder, holder: str = "", patience_s: float = 0, leaving_s: float = LEAVING_S
-) -> FileLock | None:
+def claim_run_folder(folder: RunFolder, holder: str = "", patience_s: float = 0) -> FileLock | None:
     """Locks a run folder until this process ends; returns None if another machine of the same launch has the lock.
 
-    `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, `leaving_s` the wait
-    for the workers of each agent of an earlier start. Raises Timeout if another run is active in the folder.
+    `holder` is the id of the launch, random by default. `patience_s` limits the wait for the lock, and if it exceeds
+    LEAVING_S, also the wait for each agent of an earlier start. Raises Timeout if another run is active in the folder.
     """
     lock, holder = FileLock(folder.ranks / "lock"), holder or secrets.token_hex(16)
     until = time.monotonic() + patience_s
@@ -93,7 +91,7 @@ def claim_run_folder(
             time.sleep(0.05)
     try:
         for path in folder.ranks.glob("agent-*.lock"):
-            with FileLock(path, timeout=leaving_s):
+            with FileLock(path, timeout=max(patience_s, LEAVING_S)):
                 pass
     except Timeout:
         lock.release()
