@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from itertools import islice
 from typing import Any, NamedTuple
 
 from manyhands.cluster.doctor.findings import Attempt, Facts, Pair, Survey
@@ -94,7 +95,7 @@ class _Surveyor:
         """Measures bandwidth in rounds of disjoint pairs. Repeats slow pairs, because a machine may have been busy."""
         mbps, usual = self.survey.mbps, 0.0
         for again in (False, True):
-            for pairs in pair_rounds(self.hosts, MOST_ROUNDS):
+            for pairs in islice(pair_rounds(self.hosts), MOST_ROUNDS):
                 self._measure([p for p in pairs if not again or mbps.get(p, 0.0) <= usual / 2])
             usual = statistics.median(mbps.values()) if mbps else 0.0
 
@@ -135,7 +136,7 @@ class _Surveyor:
 
 def connections_to_try(hosts: Sequence[str]) -> dict[str, list[str]]:
     """Returns {host: hosts to connect to}: all other hosts; if there are many, a subset that includes the first."""
-    rounds = pair_rounds(hosts, MOST_TRIED)
+    rounds = islice(pair_rounds(hosts), MOST_TRIED)
     pairs = {pair for pairs in rounds for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
@@ -195,15 +196,12 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
                 yield _Candidate(interface["name"], ip, network, interface.get("speed_mbps") or 0)
 
 
-def pair_rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
-    """Returns rounds of disjoint pairs (sender, receiver): at most `most` rounds, or all pairs if `most` is 0."""
+def pair_rounds(hosts: Sequence[str]) -> Iterator[list[Pair]]:
+    """Yields rounds of disjoint pairs (sender, receiver), until each machine has met each other one both ways."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    played: list[list[Pair]] = []
     for _ in range(len(seats) - 1):
-        if 0 < most <= len(played):
-            break
         facing = [(seats[place], seats[-1 - place]) for place in range(len(seats) // 2)]
-        pairs = [(one, two) for one, two in facing if one is not None and two is not None]
-        played += [pairs, [(two, one) for one, two in pairs]] if pairs else []
+        if pairs := [(one, two) for one, two in facing if one is not None and two is not None]:
+            yield pairs
+            yield [(two, one) for one, two in pairs]
         seats = [seats[0], seats[-1], *seats[1:-1]]  # the first stays, the others rotate
-    return played[:most] if most else played
