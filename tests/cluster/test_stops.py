@@ -13,8 +13,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from manyhands.cluster.agents import elastic, heartbeats, protocol
-from manyhands.cluster.agents.connection import AgentConnection, close_all
-from manyhands.cluster.agents.elastic import _log_tail
+from manyhands.cluster.agents.connection import AgentConnection, close_all, log_tail
 from manyhands.cluster.agents.heartbeats import ExitTimer
 from manyhands.cluster.agents.supervise import WatchHooks, _LauncherState, supervise_once
 from manyhands.cluster.agents.worker_start import begin_worker
@@ -99,15 +98,10 @@ def test_after_another_launcher_has_stopped_the_run_the_next_ctrl_c_ends_it(sign
 
 def test_last_words_are_of_this_start(tmp_path):
     (tmp_path / "1.log").write_bytes(b"of an earlier start\n" + b"now \xff\n" * 20)
-
-    class Started:
-        _orders = protocol.Orders({}, str(tmp_path), Rendezvous((2,)))
-        log_starts = {1: 20}  # noqa: RUF012 - nobody changes it
-
-    words = _log_tail(Started(), 1).splitlines()
+    words = log_tail(tmp_path / "1.log", 20).splitlines()
     assert len(words) == 8
     assert set(words) == {"now \ufffd"}
-    assert _log_tail(Started(), 0) == ""
+    assert log_tail(tmp_path / "0.log", 0) == ""
 
 
 def spoken_by(tmp_path, name, script):

@@ -30,6 +30,7 @@ from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 # Module that passes a new connection to an agent; its exit code without an agent; ssh's exit code for errors.
 RECONNECT, NO_AGENT, SSH_FAILED = "manyhands.cluster.agents.connection", 3, 255
 ENDED_S, PASS_ON_S = 0.5, 2.0  # time limits: ssh's exit code after a loss; streams of a new connection
+TAIL_BYTES = 1 << 14  # of a log that are read for an error message
 ENDED_MS = 200  # a lost connection's second direction may end this much later
 # A closed pipe reports POLLHUP; a socket of sshd, closed in one direction, reports POLLRDHUP.
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
@@ -167,15 +168,20 @@ class AgentConnection:
 
     def log_tail(self, last_lines: int = 8) -> str:
         """Returns the last lines of the process's standard error."""
-        with contextlib.suppress(OSError):
-            text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-            return "\n".join(text.splitlines()[-last_lines:])
-        return ""
+        return log_tail(self.log, self._log_start, last_lines)
 
     def close(self, patience_s: float = 5.0) -> int:
         """Closes the connection, so that `process` exits; kills it after `patience_s`. Returns the exit code."""
         close_all([self], patience_s)
         return self.process.returncode
+
+
+def log_tail(log: Path, start: int, last_lines: int = 8) -> str:
+    """Returns the last lines written to a file after byte `start`; "" if the file is missing."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-last_lines:])
+    return ""
 
 
 def close_all(links: Collection[AgentConnection], patience_s: float = 5.0) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from manyhands.cluster.agents import protocol
-from manyhands.cluster.agents.connection import Wire
+from manyhands.cluster.agents.connection import Wire, log_tail
 from manyhands.cluster.agents.folders import Term, agent_lock, read_term
 from manyhands.cluster.agents.heartbeats import ExitTimer, HeartbeatMonitor, OutOfMemoryKills
 from manyhands.cluster.agents.protocol import SCRIPT, WORKER, Orders
@@ -49,7 +49,6 @@ from manyhands.parallel.group.ports import loopback_interface
 ASKED = {*STOPS} - {signal.SIGINT}  # signals at which this process stops the workers
 POLL_S, REPORT_S, TERM_S = 0.05, 1.0, 0.5  # intervals: polls, reports of leaving workers, checks for a newer launcher
 Tick = Callable[[], list[Message]]
-LAST_WORDS, LAST_BYTES = 8, 1 << 14  # limits of the excerpt from the log of a failed worker
 
 
 class _Rendezvous(StaticTCPRendezvous):
@@ -305,17 +304,9 @@ def _workers_ended(agent: ElasticAgent, result: RunResult | None, scratch: str) 
         return protocol.WorkersEnded(records=records)
     failed = agent.exits or {rank: failure.exitcode for rank, failure in result.failures.items()}
     explained = {record.rank for record in records}
-    words = {rank: _log_tail(agent, rank) for rank in failed if rank not in explained}
+    logs = {rank: Path(agent._orders.logs) / f"{rank}.log" for rank in failed if rank not in explained}
+    words = {rank: log_tail(path, agent.log_starts.get(rank, 0)) for rank, path in logs.items()}
     return protocol.WorkersEnded(result.return_values, failed, words, records=records)
-
-
-def _log_tail(agent: ElasticAgent, rank: int) -> str:
-    """Returns the last lines of a worker's log that were written in this start."""
-    with contextlib.suppress(OSError), (Path(agent._orders.logs) / f"{rank}.log").open("rb") as log:
-        end = log.seek(0, os.SEEK_END)
-        log.seek(max(agent.log_starts.get(rank, 0), end - LAST_BYTES))
-        return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-LAST_WORDS:])
-    return ""
 
 
 def run_workers(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> protocol.WorkersEnded:
