@@ -14,7 +14,6 @@ import shlex
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 
 from manyhands.cluster.agents.agent import Agent
@@ -42,22 +41,107 @@ class NoTunnelError(UserError):
     alone = ""  # the machine that is in most of the unconnected pairs
 
 
-@dataclass
 class TunnelRoutes:
-    """Ssh tunnels between machines; the names in a pair are in rank order."""
+    """Ssh tunnels between the machines of one start. The names in a pair are in rank order."""
 
-    ends: dict[str, TunnelEnds]  # of each machine, by its name
-    opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the machine that opened a pair's tunnel
-    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the relay of a pair
+    def __init__(self, machines: Machines, options: ClusterOptions) -> None:
+        self._machines, self._options = machines, options
+        self._named = {machine.name: machine for machine in machines.running}
+        self._opened_by, self._through = dict[Pair, str](), dict[Pair, str]()  # the opener or the relay of each pair
+        self.errors = dict[Pair, str]()  # why a machine could not log in to another one
+        # A random network, so that several runs on the same machines use different addresses.
+        net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
+        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(machines.running, 1)}
+        requests = {machine: call(Agent.open_tunnel_ends, address) for machine, address in addresses.items()}
+        folders = machines.ask(requests, TUNNEL_ENDS_S)
+        self.ends = {each.name: TunnelEnds(addresses[each], folders[each]) for each in folders}
 
     def summary(self) -> str:
         by_relay: dict[str, list[str]] = defaultdict(list)
-        for pair, relay in self.through.items():
+        for pair, relay in self._through.items():
             by_relay[relay].append("–".join(pair))
-        direct = ["–".join(pair) for pair in self.opened_by]
+        direct = ["–".join(pair) for pair in self._opened_by]
         parts = [f"{_join_pairs(direct)} directly"] if direct else []
         parts += [f"{_join_pairs(pairs)} through {relay}" for relay, pairs in by_relay.items()]
         return f"ssh tunnels between machines: {'; '.join(parts)}; all other ports listen on loopback only"
+
+    def unconnected(self) -> list[Pair]:
+        connected = {*self._opened_by, *self._through}
+        return [pair for pair in combinations(self._named, 2) if pair not in connected]
+
+    def connect_directly(self, *, back: bool = False) -> None:
+        """Connects pairs directly: the first machine, or with `back` the second, logs in to the other."""
+        logins: dict[Pair, list[str]] = {}
+        for one, two in (pair[::-1] if back else pair for pair in self.unconnected()):
+            here, there = self.ends[one], self.ends[two]
+            ours = {here.socket_to(there.address): there.in_socket}
+            theirs = {there.socket_to(here.address): here.in_socket}
+            logins[one, two] = self._login_command(two, ours, theirs)
+        for (one, two), error in self._run_logins(logins).items():
+            if error:
+                self.errors[one, two] = error
+            else:
+                self._opened_by[(two, one) if back else (one, two)] = one
+
+    def connect_through_relays(self) -> None:
+        """Relays the traffic of each unconnected pair through a machine that has a tunnel to both."""
+        relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
+        for one, two in self.unconnected():
+            if found := [each for each in self._named if self._opener(one, each) and self._opener(two, each)]:
+                relays[one, two] = found[0]
+        for (name, relay), sockets in self._assign_relays(relays, self.ends).items():
+            if self._opener(name, relay) == name:
+                logins[name, relay] = self._login_command(relay, sockets, {})
+            else:
+                logins[relay, name] = self._login_command(name, {}, sockets)
+        for (one, two), error in self._run_logins(logins).items():
+            if error:
+                raise RunError(f"{one} can no longer log in to {two} by ssh: {error}", two)
+
+    def connect_through_launcher(self, relay: MachineTunnels) -> None:
+        """Relays the traffic of each unconnected pair through the launcher's machine."""
+        relay.open("")
+        relays, commands = dict.fromkeys(self.unconnected(), HEAD), dict[str, list[str]]()
+        for (name, _), sockets in self._assign_relays(relays, {HEAD: relay.ends}).items():
+            ends = self.ends[name]
+            commands[name] = self._login_command(name, {relay.ends.socket_to(ends.address): ends.in_socket}, sockets)
+        for name, error in relay.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
+            hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
+            raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
+
+    def _assign_relays(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
+        """Records the relay of each pair; returns {(machine, relay): {socket of the machine: socket of the relay}}."""
+        self._through |= relays
+        sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
+        for pair, relay in relays.items():
+            for name, other in (pair, pair[::-1]):
+                address = self.ends[other].address
+                sockets[name, relay][self.ends[name].socket_to(address)] = ends[relay].socket_to(address)
+        return sockets
+
+    def _opener(self, one: str, two: str) -> str:
+        """Returns the machine that opened the tunnel between two machines; an empty string without a tunnel."""
+        return self._opened_by.get((one, two)) or self._opened_by.get((two, one), "")
+
+    def _login_command(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+        """Returns the ssh command to a machine. `ours`: {local: remote socket} (ssh -L); `theirs`: {remote: local}."""
+        settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
+                    "ForwardX11": "no"}  # fmt: skip
+        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+        words += [word for made, leads in ours.items() for word in ("-L", f"{made}:{leads}")]
+        words += [word for made, leads in theirs.items() for word in ("-R", f"{made}:{leads}")]
+        # Only the intended machine has that folder; the same name may mean another machine there.
+        script = f"test -d {shlex.quote(self.ends[to].folder)} && echo {shlex.quote(READY)} && exec cat"
+        return [*ssh_command(self._named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
+
+    def _run_logins(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
+        """Makes the first machine of each pair log in to the second. Returns an error message or "" for each pair."""
+        commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
+        for (one, two), login in logins.items():
+            commands[one][two] = login
+        asked = {self._named[name]: call(Agent.open_tunnels, tried, OPEN_TUNNELS_S) for name, tried in commands.items()}
+        answers = self._machines.ask(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
+        return {(one, two): answers[self._named[one]].get(two, "") for one, two in logins}
 
 
 def join_through_ssh(machines: Machines, options: ClusterOptions, relay: MachineTunnels) -> TunnelRoutes:
@@ -70,104 +154,15 @@ def join_through_ssh(machines: Machines, options: ClusterOptions, relay: Machine
     if (count := len(machines.running)) > MOST_MACHINES:
         what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {count}"
         raise UserError(what, "cluster.interface", ("connect the machines to one network",))
-    opening = _TunnelOpener(machines, options)
-    routes, pairs = opening.routes, list(combinations(opening.named, 2))
-    opening.connect_directly(pairs)
-    opening.connect_directly([pair for pair in pairs if pair not in routes.opened_by], back=True)
-    opening.connect_through_relays([pair for pair in pairs if pair not in routes.opened_by])
-    left = [pair for pair in pairs if pair not in routes.opened_by and pair not in routes.through]
-    if left and not options.relay:
-        raise _no_tunnel_error(left, opening.errors)
-    if left:
-        opening.connect_through_launcher(left, relay)
+    routes = TunnelRoutes(machines, options)
+    routes.connect_directly()
+    routes.connect_directly(back=True)
+    routes.connect_through_relays()
+    if left := routes.unconnected():
+        if not options.relay:
+            raise _no_tunnel_error(left, routes.errors)
+        routes.connect_through_launcher(relay)
     return routes
-
-
-class _TunnelOpener:
-    def __init__(self, machines: Machines, options: ClusterOptions) -> None:
-        self._machines, self._options = machines, options
-        self.named = {machine.name: machine for machine in machines.running}
-        self.errors: dict[Pair, str] = {}
-        # A random network, so that several runs on the same machines use different addresses.
-        net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
-        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(machines.running, 1)}
-        requests = {machine: call(Agent.open_tunnel_ends, address) for machine, address in addresses.items()}
-        folders = machines.ask(requests, TUNNEL_ENDS_S)
-        self.routes = TunnelRoutes({each.name: TunnelEnds(addresses[each], folders[each]) for each in folders})
-
-    def connect_directly(self, pairs: Sequence[Pair], *, back: bool = False) -> None:
-        """Connects pairs directly: the first machine, or with `back` the second, logs in to the other."""
-        logins: dict[Pair, list[str]] = {}
-        for one, two in (pair[::-1] if back else pair for pair in pairs):
-            here, there = self.routes.ends[one], self.routes.ends[two]
-            ours = {here.socket_to(there.address): there.in_socket}
-            theirs = {there.socket_to(here.address): here.in_socket}
-            logins[one, two] = self._login_command(two, ours, theirs)
-        for (one, two), error in self._run_logins(logins).items():
-            if error:
-                self.errors[one, two] = error
-            else:
-                self.routes.opened_by[(two, one) if back else (one, two)] = one
-
-    def connect_through_relays(self, pairs: Sequence[Pair]) -> None:
-        """Relays the traffic of each pair through a machine that has a tunnel to both."""
-        relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
-        for one, two in pairs:
-            if found := [each for each in self.named if self._opener(one, each) and self._opener(two, each)]:
-                relays[one, two] = found[0]
-        for (name, relay), sockets in self._assign_relays(relays, self.routes.ends).items():
-            if self._opener(name, relay) == name:
-                logins[name, relay] = self._login_command(relay, sockets, {})
-            else:
-                logins[relay, name] = self._login_command(name, {}, sockets)
-        for (one, two), error in self._run_logins(logins).items():
-            if error:
-                raise RunError(f"{one} can no longer log in to {two} by ssh: {error}", two)
-
-    def connect_through_launcher(self, pairs: Sequence[Pair], relay: MachineTunnels) -> None:
-        """Relays the traffic of each pair through the launcher's machine."""
-        relay.open("")
-        relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
-        for (name, _), sockets in self._assign_relays(relays, {HEAD: relay.ends}).items():
-            ends = self.routes.ends[name]
-            commands[name] = self._login_command(name, {relay.ends.socket_to(ends.address): ends.in_socket}, sockets)
-        for name, error in relay.start(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
-            hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
-            raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
-
-    def _assign_relays(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
-        """Records the relay of each pair; returns {(machine, relay): {socket of the machine: socket of the relay}}."""
-        self.routes.through |= relays
-        sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
-        for pair, relay in relays.items():
-            for name, other in (pair, pair[::-1]):
-                address = self.routes.ends[other].address
-                sockets[name, relay][self.routes.ends[name].socket_to(address)] = ends[relay].socket_to(address)
-        return sockets
-
-    def _opener(self, one: str, two: str) -> str:
-        """Returns the machine that opened the tunnel between two machines; an empty string without a tunnel."""
-        return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
-
-    def _login_command(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine. `ours`: {local: remote socket} (ssh -L); `theirs`: {remote: local}."""
-        settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
-                    "ForwardX11": "no"}  # fmt: skip
-        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
-        words += [word for made, leads in ours.items() for word in ("-L", f"{made}:{leads}")]
-        words += [word for made, leads in theirs.items() for word in ("-R", f"{made}:{leads}")]
-        # Only the intended machine has that folder; the same name may mean another machine there.
-        script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(READY)} && exec cat"
-        return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
-
-    def _run_logins(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
-        """Makes the first machine of each pair log in to the second. Returns an error message or "" for each pair."""
-        commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
-        for (one, two), login in logins.items():
-            commands[one][two] = login
-        asked = {self.named[name]: call(Agent.open_tunnels, tried, OPEN_TUNNELS_S) for name, tried in commands.items()}
-        answers = self._machines.ask(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
-        return {(one, two): answers[self.named[one]].get(two, "") for one, two in logins}
 
 
 def _no_tunnel_error(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelError:
