@@ -10,7 +10,7 @@ import binascii
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -49,16 +49,12 @@ _HEAD_BYTES = 64 << 10
 
 
 def code_files(
-    folder: Path,
-    suffixes: frozenset[str] = SUFFIXES,
-    *,
-    most_folders: int | None = None,
-    on_skip: Callable[[Path, str], object] = lambda _path, _why: None,
-) -> Iterator[Path]:
-    """Yields the code files below a folder in a fixed order, without following links to folders.
+    folder: Path, suffixes: frozenset[str] = SUFFIXES, *, most_folders: int | None = None
+) -> Iterator[tuple[Path, str]]:
+    """Yields (path, "") for the code files below a folder in a fixed order, without following links to folders.
 
-    Calls `on_skip(path, reason)` for skipped files that look like credentials, or link out of the folder. If there are
-    more than `most_folders` subfolders, raises UserError after the files of the first ones.
+    Yields (path, reason to skip it) for files that look like credentials, or link out of the folder. If there are more
+    than `most_folders` subfolders, raises UserError after the files of the first ones.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
@@ -79,10 +75,7 @@ def code_files(
                 if not named or path.stat().st_size > FILE_BYTES or not os.access(path, os.R_OK):
                     continue  # not a code file
                 why = CREDENTIALS if _contains_private_key(path) else ""
-            if why:
-                on_skip(path, why)
-            else:
-                yield path
+            yield path, why
 
 
 def holds_run(path: Path) -> bool:
@@ -119,19 +112,18 @@ def read_code_files(folder: Path) -> tuple[dict[str, str], list[str]]:
     Files that git ignores are skipped too. Raises UserError if the code exceeds TOTAL_BYTES.
     """
     found, left, total = dict[str, str](), dict[str, list[str]](), 0
-
-    def skip(path: Path, why: str) -> None:
-        left.setdefault(why, []).append(path.relative_to(folder).as_posix())
-
     listed = files_of_git(folder)
-    for path in sorted(code_files(folder, COPIED_SUFFIXES, on_skip=skip)):
-        if listed is not None and path not in listed:
+    for path, why in code_files(folder, COPIED_SUFFIXES):
+        name = path.relative_to(folder).as_posix()
+        if why:
+            left.setdefault(why, []).append(name)
+        if why or (listed is not None and path not in listed):
             continue
         total += path.stat().st_size
         if total > TOTAL_BYTES:
             hints = ("start in a folder that contains only code", "or copy the code yourself: rsync -a . n2:job/")
             raise UserError(f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code", "--sync-code", hints)
-        found[path.relative_to(folder).as_posix()] = base64.b64encode(path.read_bytes()).decode()
+        found[name] = base64.b64encode(path.read_bytes()).decode()
     notes: list[str] = []
     for why, names in left.items():
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

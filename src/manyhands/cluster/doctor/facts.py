@@ -200,7 +200,7 @@ def hash_code_files(folder: Path) -> dict[str, Any]:
         return {"exists": False, "path": str(folder.absolute())}
     files, complete = dict[str, str](), False
     with contextlib.suppress(UserError):
-        found = code_files(folder, most_folders=MOST_FOLDERS)
+        found = (path for path, skipped in code_files(folder, most_folders=MOST_FOLDERS) if not skipped)
         files = {path.relative_to(folder).as_posix(): _hash_file(path) for path in islice(found, MOST_FILES)}
         complete = next(found, None) is None
     common = _hash_lines(f"{name} {digest}" for name, digest in files.items())
