@@ -72,16 +72,16 @@ def explain_values(loaded: LoadedJob, environment: Mapping[str, str] | None = No
     return rows
 
 
-def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] | None = None) -> list[str]:
+def write_cluster(loaded: LoadedJob, file: Path) -> list[str]:
     """Writes the job's machines to a new file: a rank table if its name ends in .json, otherwise a hostfile.
 
     Returns a note for each value that the format can't represent. Raises UserError if the format can't represent the
     machines, the file exists, or neither the job nor the environment (PET_*, Slurm) names machines.
     """
-    variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
-    given, named = given_cluster(at_once, variables), machines_of(at_once)
-    cluster = given[0] if given else Cluster(named) if named else described_cluster(variables) or slurm.nodes(variables)
+    given, named = given_cluster(at_once, os.environ), machines_of(at_once)
+    cluster = given[0] if given else Cluster(named) if named else None
+    cluster = cluster or described_cluster(os.environ) or slurm.nodes(os.environ)
     if cluster is None:
         hints = ("name a hostfile, rank table or accelerate's config file: --cluster FILE", "or run in a Slurm job")
         raise UserError("no machines are given", "--write", hints)
