@@ -103,11 +103,11 @@ class Membership(RestartHooks):
         return bool(joins or self.replaced_on)
 
     def record_start(self, number: int) -> None:
-        """Stores each running machine's position, folder and start number; notifies the clients of joined machines."""
+        """Stores each running machine's position and start number; notifies the clients of joined machines."""
         step = saved_step(self._folder) or 0
         self._measured = file_size(self._folder.metrics)
         for position, machine in enumerate(self.machines.running):
-            machine.folder, machine.position, machine.generation = machine.run_folder.folder, position, number
+            machine.position, machine.generation = position, number
             machine.since_step = step if machine.since_step is None else machine.since_step
             machine.requested = False
             if machine.joined:
@@ -276,4 +276,5 @@ class Membership(RestartHooks):
 def remote_folder_path(machine: RunMachine, folder: RunFolder) -> str:
     """Returns the path of the run folder on a machine, which is the same path as here if it was never opened there."""
     path = folder.path.absolute()
-    return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    unopened = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return machine.opened_folder.folder if machine.opened_folder else str(unopened)
