@@ -30,12 +30,12 @@ from manyhands.cluster.agents import folders, protocol
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import RecordReceiver, RecordSender
+from manyhands.cluster.agents.worker_start import set_omp_threads
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
 from manyhands.core.errors import UserError
 from manyhands.core.files import private_files, read_new_lines
-from manyhands.core.machine import cores
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
@@ -292,12 +292,6 @@ def import_worker_modules() -> None:
     os.dup2(log, 2)
     os.close(log)
     os.write(2, output)
-
-
-def set_omp_threads(threads: int, processes: int) -> None:
-    """Sets OMP_NUM_THREADS to `threads`. If that is 0, keeps the user's value or divides the cores by `processes`."""
-    if threads or (processes and "OMP_NUM_THREADS" not in os.environ):
-        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / processes)))
 
 
 def serve() -> None:

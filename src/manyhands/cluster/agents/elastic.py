@@ -33,11 +33,11 @@ from manyhands.cluster.agents.connection import Wire, log_tail
 from manyhands.cluster.agents.folders import Term, agent_lock, read_term
 from manyhands.cluster.agents.heartbeats import ExitTimer, HeartbeatMonitor, OutOfMemoryKills
 from manyhands.cluster.agents.protocol import SCRIPT, WORKER, Orders
+from manyhands.cluster.agents.worker_start import set_omp_threads
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import resolve_device_type
 from manyhands.core.files import file_size, parse_json
-from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
@@ -284,9 +284,7 @@ def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
     rendezvous = orders.rendezvous
     device, devices = detect_devices(orders.device, sum(rendezvous.sizes))
     sizes = tuple(size or devices for size in rendezvous.sizes)
-    threads = orders.threads or max(1, int(cores() / sizes[rendezvous.machine]))
-    if orders.threads or "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    set_omp_threads(orders.threads, sizes[rendezvous.machine])
     # On one machine, loopback: an interface in the environment is meant for several machines.
     alone = dict.fromkeys(IFNAMES, loopback_interface()) if len(sizes) == 1 else {}
     os.environ.update({**orders.environment, **alone})

@@ -14,11 +14,18 @@ from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.hosts.inventory import DEVICE_INDEX, LOOPBACK
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
+from manyhands.core.machine import cores
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
 from manyhands.core.terminal import TolerantStream, say
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
+
+
+def set_omp_threads(threads: int, processes: int) -> None:
+    """Sets OMP_NUM_THREADS to `threads`. If that is 0, keeps the user's value or divides the cores by `processes`."""
+    if threads or (processes and "OMP_NUM_THREADS" not in os.environ):
+        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / processes)))
 
 
 def begin_worker(orders: Orders, scratch: str, agent_pid: int) -> dict[str, Any]:
