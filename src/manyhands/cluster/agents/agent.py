@@ -286,9 +286,7 @@ def import_worker_modules() -> None:
             os._exit(0)
         path += read
     log = os.open(os.fsdecode(path[:-1]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with open(2, "rb", closefd=False) as words:
-        words.seek(0)
-        output = words.read()
+    output = os.pread(2, os.fstat(2).st_size, 0)
     os.dup2(log, 2)
     os.close(log)
     os.write(2, output)

@@ -32,13 +32,12 @@ def start_early_agent(arguments: Sequence[str]) -> None:
     if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
         return
     pipe = subprocess.PIPE
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # a later start reports the error
+    with contextlib.suppress(OSError), usr1_ignored():  # a later start reports the error
         # Collects the agent's output until it knows its log, and copies the output there.
         words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-        stack.callback(os.close, words_fd)
-        stack.enter_context(usr1_ignored())
-        command = [sys.executable, *AGENT, EARLY]
-        agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
+        with os.fdopen(words_fd, "wb") as words:
+            command = [sys.executable, *AGENT, EARLY]
+            agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words, start_new_session=True)
         _unused_agents.append(agent)
 
 
