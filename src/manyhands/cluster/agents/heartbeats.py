@@ -140,9 +140,7 @@ class OutOfMemoryKills:
         )  # fmt: skip
 
     def _read_counter(self) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            for line in (self._group / "memory.events").read_text().splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            counts = dict(line.split() for line in (self._group / "memory.events").read_text().splitlines())
+            return int(counts["oom_kill"])
         return 0
