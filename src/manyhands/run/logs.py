@@ -119,14 +119,14 @@ def _remote_logs(places: Sequence[LogLocation], rank: int | None, options: Clust
     with scratch("logs") as private, started_agents(machines, options, private, wanted) as agents:
         if rank is not None:
             agents.require_all()
-        found, links = dict[int, Log](), {machine.name: machine.agent for machine in agents.running}
-        for place in places:
+        found = dict[int, Log]()
+        for place, machine in zip(places, agents.all, strict=True):
             ranks, where = range(place.ranks[0], sum(place.ranks)), f"{place.folder}/ranks"
-            if contact := agents.problems.get(place.machine.name):
-                say(f"{contact.message}; the logs of ranks {ranks.start} to {ranks.stop - 1} are in {where} there")
+            if machine.problem:
+                shown = f"the logs of ranks {ranks.start} to {ranks.stop - 1} are in {where} there"
+                say(f"{machine.problem.message}; {shown}")
             else:
-                link = links[place.machine.name]
-                found |= {each: Log(f"{where}/{each}.log", link) for each in ranks if rank in (None, each)}
+                found |= {each: Log(f"{where}/{each}.log", machine.agent) for each in ranks if rank in (None, each)}
         yield found
 
 
