@@ -48,8 +48,7 @@ class StartSetup(contextlib.ExitStack):
         """Prepares start `number`; returns orders by agent. Raises ManyhandsError without machines or a checkpoint."""
         for machine in self._machines.running:
             machine.joined = False
-        while (why_open := self._try_connect(again=number > 0)) is None:
-            pass
+        why_open = self._reconnect() if number else self._connect()
         running, term = self._machines.running, self._membership.term
         job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added_machines)})
         if self.newest_step != self._first_saved:  # even if the records here don't show it yet
@@ -74,29 +73,26 @@ class StartSetup(contextlib.ExitStack):
             )
         return orders
 
-    def _try_connect(self, *, again: bool) -> str | None:
-        """Connects the machines of a start. Returns the result of `_connect`; None if a machine was lost, to retry."""
-        try:
-            if again:
+    def _reconnect(self) -> str:
+        """Connects the machines for a restart, without machines that are lost meanwhile. Returns like `_connect`."""
+        while True:
+            try:
                 self._add_joining()
                 if why := self._membership.shortage_reason():
                     raise RunError(why)
                 self._reopen_folders()
-            return self._connect()
-        except (LinkClosed, open_tunnels.NoTunnelError) as error:
-            if not again:
-                raise
-            # A machine that the others can't reach is treated as lost.
-            name = error.alone if isinstance(error, open_tunnels.NoTunnelError) else error.where
-            machine = next(machine for machine in self._machines.running if machine.name == name)
-            machine.agent.close(0.0)
-            if too_few := self._membership.shortage_reason():
-                self._say(f"{error.message}: {too_few}", "INFO")
-                raise
-            self._say(f"{error.message}: continuing without {name}", "INFO")
-            if machine.joined and isinstance(error, open_tunnels.NoTunnelError):
-                self._membership.refuse(machine, error)
-            return None
+                return self._connect()
+            except (LinkClosed, open_tunnels.NoTunnelError) as error:
+                # A machine that the others can't reach is treated as lost.
+                name = error.alone if isinstance(error, open_tunnels.NoTunnelError) else error.where
+                machine = next(machine for machine in self._machines.running if machine.name == name)
+                machine.agent.close(0.0)
+                if too_few := self._membership.shortage_reason():
+                    self._say(f"{error.message}: {too_few}", "INFO")
+                    raise
+                self._say(f"{error.message}: continuing without {name}", "INFO")
+                if machine.joined and isinstance(error, open_tunnels.NoTunnelError):
+                    self._membership.refuse(machine, error)
 
     def _add_joining(self) -> None:
         """Adds ready machines whose run folders can be opened, if all machines can reach each other."""
