@@ -55,7 +55,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
     if job.run.script and ending.ok:
         record_event(folder, "finished")
         return Outcome(folder, "finished")
-    if ending.refused and not ending.ok:
+    if ending.refused:
         record_launcher_failure(job, folder, ending.refused)
         raise ending.refused
     if ending.ok:
