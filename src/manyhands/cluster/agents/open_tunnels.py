@@ -21,7 +21,7 @@ from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.agents.switchboard import READY
 from manyhands.cluster.agents.tunnel import MachineTunnels, SshTunnels, TunnelError
-from manyhands.cluster.doctor.findings import Attempt
+from manyhands.cluster.doctor.findings import Attempt, Pair
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import LOOPBACK
 from manyhands.cluster.messages import Request, call
@@ -32,7 +32,6 @@ from manyhands.core.timeouts import OPEN_TUNNELS_S, STORE_CONNECT_S, STORE_S, TU
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
 HEAD, MOST_MACHINES = "this machine", 200
-Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):

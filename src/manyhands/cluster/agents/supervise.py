@@ -130,7 +130,7 @@ class _LauncherState:
         """Sends heartbeats, reports stalls, and ends the connections to machines that don't respond in time."""
         for link in self._links:  # also machines whose workers have ended, which the next start needs
             if link.connected == (link in self._disconnected):
-                (self._disconnected.discard if link.connected else self._disconnected.add)(link)
+                self._disconnected ^= {link}
                 how = "reconnected to" if link.connected else "lost the connection to"
                 self._watch.on_warning(f"{how} {link.machine.name}{'' if link.connected else '; reconnecting'}")
             link.heartbeat()
