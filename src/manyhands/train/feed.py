@@ -132,19 +132,15 @@ def seeded_generators(seed: int, device: str) -> Iterator[Callable[[], bool]]:
         seed_generators(seed, device)
         seeded = _rng_states(device)
         try:
-            yield lambda: _rng_states_differ(_rng_states(device), seeded)
+            yield lambda: _rng_states(device) != seeded
         finally:
             if before is not None:
                 torch.get_device_module(device).set_rng_state(before)
 
 
-def _rng_states(device: str) -> list[Any]:
-    own = [] if device == "cpu" else [torch.get_device_module(device).get_rng_state()]
-    return [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), *own]
-
-
-def _rng_states_differ(one: list[Any], other: list[Any]) -> bool:
-    tensors = [torch.equal(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, Tensor)]
-    numpy_states = [state[2]["state"] for state in (one, other)]
-    same = numpy_states[0]["pos"] == numpy_states[1]["pos"] and np.array_equal(*(s["key"] for s in numpy_states))
-    return not (all(tensors) and one[1] == other[1] and same)
+def _rng_states(device: str) -> tuple[object, ...]:
+    """Returns the states of all generators, which can be compared with ==."""
+    accelerator = [] if device == "cpu" else [torch.get_device_module(device).get_rng_state()]
+    tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *accelerator)]
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    return *tensors, random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"]
