@@ -108,29 +108,26 @@ class MemoryLoader(Loader):
         self._ahead_samples = max(1, _AHEAD_BYTES // (4 * pixels.channels * pixels.size**2))
 
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
-        gathered = map(self._gather, _group_requests(iter(requests), self._ahead_samples))
-        for images, labels, (group, samples) in gathered:
-            sizes = [len(request) for request in group]
+        for group in _group_requests(requests, self._ahead_samples):
+            samples = group[0] if len(group) == 1 else torch.cat(group)
+            samples = samples.pin_memory() if self._pins else samples
+            images, labels = self._gather(samples)
             images = copy_to_device(self._normalize.device, images).view(-1, *self._shape)
             images = set_channels(images, self._pixels.channels)
             if not (self._cuts or self._sized):
                 images = center_crop(images, self._pixels)
             if self._train:
                 images = augment(images, self._pixels, self._seed, epoch, samples)
-            served = self._normalize(images).split(sizes)
-            yield from map(Batch, served, copy_to_device(self._normalize.device, labels).split(sizes), group)
+            sizes = [len(request) for request in group]
+            labels = copy_to_device(self._normalize.device, labels)
+            yield from map(Batch, self._normalize(images).split(sizes), labels.split(sizes), group)
 
-    def _gather(self, group: list[Tensor]) -> tuple[Tensor, Tensor, tuple[list[Tensor], Tensor]]:
-        """Returns the pictures, uint8 [n, C * H * W], and labels, int64 [n], of some requests, and the requests."""
-        samples = group[0] if len(group) == 1 else torch.cat(group)
-        if self._pins:
-            samples = samples.pin_memory()
-        where = samples.to(self._flat.device, non_blocking=True)
-        out = None
+    def _gather(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns pictures, uint8 [n, C * H * W], and labels, int64 [n]."""
+        where, out = samples.to(self._flat.device, non_blocking=True), None
         if self._copied:
             out = torch.empty((len(samples), self._flat.shape[1]), dtype=self._flat.dtype, pin_memory=True)
-        images = torch.index_select(self._flat, 0, where, out=out)
-        return images, self._labels.index_select(0, where), (group, samples)
+        return torch.index_select(self._flat, 0, where, out=out), self._labels.index_select(0, where)
 
 
 def _group_requests(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:
