@@ -189,19 +189,17 @@ def record_status(trainer: Trainer, status: Status) -> None:
         record_replaced_pictures(trainer)
     if status.report_time:
         record_time(trainer)
-    if not status.samples:  # all updates since the last round were skipped
-        if trainer.due.epoch_ends():
-            trainer.observed.epoch_sums, trainer.observed.complete_epoch = (0.0, 0.0, 0.0), True
-        return
-    if growing := trainer.observed.divergence.observe(status.loss):
-        trainer.journal.event("warning", growing, progress.step)
     observed, epoch_loss, epoch_top1 = trainer.observed, None, None
     found = status.loss_sum, status.correct, status.samples
     loss_sum, correct, samples = observed.epoch_sums = tuple(map(sum, zip(observed.epoch_sums, found, strict=True)))
     if trainer.due.epoch_ends():
-        if observed.complete_epoch:
+        if observed.complete_epoch and samples:
             epoch_loss, epoch_top1 = loss_sum / samples, correct / samples
         observed.epoch_sums, observed.complete_epoch = (0.0, 0.0, 0.0), True
+    if not status.samples:  # all updates since the last round were skipped
+        return
+    if growing := observed.divergence.observe(status.loss):
+        trainer.journal.event("warning", growing, progress.step)
     trainer.journal.metrics(
         StepMetrics(
             time=time.time(),
