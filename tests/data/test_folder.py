@@ -19,7 +19,7 @@ from tests.data.sets import make, opened, picture
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
 from manyhands.data import gallery
-from manyhands.data.decode import CorruptImageError, decode
+from manyhands.data.decode import CorruptImageError, decode, read_content
 from manyhands.data.folder import Listing, split_listing
 from manyhands.data.loading import open_loader
 from manyhands.data.open import open_data
@@ -241,7 +241,7 @@ def test_a_pipe_with_a_pictures_name_is_not_waited_for(tmp_path):
     picture(tmp_path / "cat" / "@eaDir" / "thumb.png")
     assert len(list_pictures([tmp_path])) == 20  # what `predict` takes
     with pytest.raises(CorruptImageError, match="a folder, a pipe or a device"):
-        decode(str(tmp_path / "cat" / "f.png"), 3)
+        read_content(str(tmp_path / "cat" / "f.png"))
 
 
 def test_a_class_folder_whose_name_is_not_utf8_is_refused_and_a_picture_of_such_a_name_is_taken(tmp_path):

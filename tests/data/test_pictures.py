@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.data import pictures
-from manyhands.data.decode import CorruptImageError, decode, read_header
+from manyhands.data.decode import CorruptImageError, decode, read_content, read_header
 from manyhands.data.pictures import read_picture
 from manyhands.data.splits import ImageFiles, Splits
 from manyhands.data.transforms import DRAW_MIRROR, Pixels, SampleRng, crop_box
@@ -59,11 +59,11 @@ def tiff(path, channels, *, planes_apart):
 def test_a_tiff_of_many_channels_is_one_error_without_other_lines(tmp_path, capfd, monkeypatch, planes_apart):
     """Also where Pillow alone would give the first channel as a grey picture."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    for read in (read_header, lambda path: decode(path, 3)):
+    for read in (read_header, lambda path, content: decode(path, 3, content)):
         with pytest.raises(CorruptImageError, match="a TIFF file needs 1, 3 or 4 channels"):
-            read(tiff(tmp_path / "x.tif", 13, planes_apart=planes_apart))
+            read("x.tif", read_content(tiff(tmp_path / "x.tif", 13, planes_apart=planes_apart)))
     assert capfd.readouterr().err == ""
-    grey = decode(tiff(tmp_path / "y.tif", 1, planes_apart=planes_apart), 1)
+    grey = decode("y.tif", 1, read_content(tiff(tmp_path / "y.tif", 1, planes_apart=planes_apart)))
     near(grey, (numpy.arange(64).reshape(8, 8) / 257).round())
 
 
@@ -126,7 +126,8 @@ FRAMES = [Image.fromarray(numpy.full((4, 4), level, numpy.uint8)) for level in (
 )
 def test_pictures_of_all_modes_are_decoded(tmp_path, image, suffix, wanted, level):
     image, options = image if isinstance(image, tuple) else (image, {})
-    near(decode(save(tmp_path / f"x.{suffix}", image, **options), 3 if wanted.ndim == 3 else 1), wanted, level)
+    content = read_content(save(tmp_path / f"x.{suffix}", image, **options))
+    near(decode("x", 3 if wanted.ndim == 3 else 1, content), wanted, level)
 
 
 @pytest.mark.parametrize("color", [0, 40, 255])
@@ -141,7 +142,7 @@ def test_a_shape_in_the_alpha_channel_alone_is_drawn(tmp_path, color, mode, chan
         path = save(tmp_path / "a.png", with_alpha(RAMP * 0 + color, RAMP, mode))
     ground = 0 if color > 127 else 255
     wanted = ground + (color - ground) * (RAMP / 255)
-    near(decode(path, channels), wanted if channels == 1 else grey_in_rgb(wanted))
+    near(decode(path, channels, read_content(path)), wanted if channels == 1 else grey_in_rgb(wanted))
 
 
 def header(side):
@@ -162,7 +163,7 @@ def header(side):
         ("a folder", "the path is a folder"),
     ],
 )
-@pytest.mark.parametrize("read", [read_header, lambda path: decode(path, 3)])
+@pytest.mark.parametrize("read", [read_header, lambda path, content: decode(path, 3, content)])
 def test_what_is_no_picture_is_named(tmp_path, read, content, word):
     path = tmp_path / "x.png"
     if content == "a folder":
@@ -170,7 +171,7 @@ def test_what_is_no_picture_is_named(tmp_path, read, content, word):
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(CorruptImageError, match=word) as caught:
-        read(str(path))
+        read(str(path), read_content(str(path)))
     assert caught.value.where == str(path)
     assert any("--data.skip-corrupt" in line for line in caught.value.hints)
 
@@ -294,7 +295,7 @@ def test_crops_are_those_of_pillow_to_a_level(real_data, sample):
     """What the usual recipe does: cut, then resize with Pillow."""
     path = sorted(real_data("imagenet-sample").rglob("*.JPEG"))[sample]
     draws = SampleRng(5, sample)
-    found = read_picture(str(path), wanted(224), draws)
+    found = read_picture(str(path), wanted(224), draws, path.read_bytes())
     with Image.open(path) as image:
         image = image.convert("RGB")
         box = crop_box(image.width, image.height, draws)

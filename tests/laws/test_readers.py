@@ -31,7 +31,7 @@ from manyhands.core.errors import ManyhandsError
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.records import write_json
 from manyhands.core.run_folder import RunFolder
-from manyhands.data.decode import read_header
+from manyhands.data.decode import read_content, read_header
 from manyhands.data.folder import list_pack, list_splits, pack_path
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.parallel.plan import Plan, read_plan
@@ -175,7 +175,7 @@ def write_pictures(folder):
 @reader(write_pictures)
 def read_pictures(folder):
     for path in folder.iterdir():
-        read_header(str(path))
+        read_header(str(path), read_content(str(path)))
 
 
 def write_pack(folder):

@@ -42,13 +42,13 @@ def corrupt_image_error(path: str, reason: str) -> CorruptImageError:
     return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, hints)
 
 
-def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
+def decode(path: str, channels: int, content: bytes, scale: int = 1) -> Image.Image:
     """Decodes a picture (its first frame) to mode "RGB" (3 channels) or "L" (1), upright and without transparency.
 
-    `content`: the bytes of the file, if already read. `scale`: 2, 4 or 8 to decode a JPEG at about 1/scale of its size.
-    Raises CorruptImageError if the file is missing, empty, truncated, not a picture, or over 89 megapixels.
+    `content`: the bytes of the file. `scale`: 2, 4 or 8 to decode a JPEG at about 1/scale of its size.
+    Raises CorruptImageError if the content is empty, truncated, not a picture, or over 89 megapixels.
     """
-    with _opened_image(path, read_content(path) if content is None else content) as image:
+    with _opened_image(path, content) as image:
         if scale > 1:
             image.draft(None, (image.width // scale, image.height // scale))
         image.load()
@@ -67,9 +67,9 @@ class PictureHeader:
     plain_jpeg: bool  # True for an upright JPEG in grey or RGB
 
 
-def read_header(path: str, content: bytes | None = None) -> PictureHeader:
+def read_header(path: str, content: bytes) -> PictureHeader:
     """Reads a picture's header. Raises CorruptImageError if the header can't be read."""
-    with _opened_image(path, read_content(path) if content is None else content) as image:
+    with _opened_image(path, content) as image:
         plain = False
         # MPO: several pictures in one file, written by some cameras; the first one is used.
         if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB"):

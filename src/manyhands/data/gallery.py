@@ -8,18 +8,17 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from PIL import Image
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import locked, read_object, replaced_on_success
+from manyhands.core.files import locked, read_object, replaced_on_success, write_atomic
 from manyhands.data.decode import CorruptImageError, decode, read_header
 from manyhands.data.folder import Listing, list_once_per_machine
 from manyhands.data.options import DataOptions, cache_folder
@@ -51,9 +50,13 @@ def decode_once_per_host(listing: Listing, channels: int, size: int = 0, *, grey
         report = read_object(file)
         complete = report and isinstance(report.get("corrupt"), list) and (report.get("differs") or pixels.is_file())
         if not report or not complete:
-            report = _decode_all(listing, pixels, channels, size, grey_only)
-            with _replaced_at_end(file) as part:
-                part.write_text(json.dumps(report), encoding="utf-8")
+            try:
+                report = _decode_all(listing, pixels, channels, size, grey_only)
+                write_atomic(file, json.dumps(report))
+            except OSError as error:
+                what = f"{pixels.name} can't be written: {error.strerror or error}"
+                hint = "free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache"
+                raise UserError(what, str(pixels), (hint,)) from error
     if report["differs"]:
         return None
     # Copy-on-write, but never written: torch accepts no read-only arrays, and the pages stay shared.
@@ -66,15 +69,20 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
-        image = _decode_or_none(listing, index, channels, grey_only=grey_only)
-        if image is None:
+        path = listing.names[index]
+        try:
+            content = listing.names.read(index)
+            if grey_only and not read_header(path, content).grey:
+                raise _DiffersError
+            image = decode(path, channels, content)
+        except CorruptImageError:
             return None
         if size and image.size != (size, size):
             raise _DiffersError
         return to_tensor(image).numpy().tobytes() if size else b""
 
     try:
-        with _replaced_at_end(target) as part, part.open("wb") as file:
+        with replaced_on_success(target) as part, part.open("wb") as file:
             shape = (len(listing), channels, size, size)
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             numpy.lib.format.write_array_header_1_0(file, header)
@@ -85,16 +93,6 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     except _DiffersError:
         return {"differs": True, "corrupt": []}
     return {"differs": False, "corrupt": corrupt}
-
-
-def _decode_or_none(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
-    path, content = listing.names[index], listing.names.content(index)
-    try:
-        if grey_only and not read_header(path, content).grey:
-            raise _DiffersError
-        return decode(path, channels, content)
-    except CorruptImageError:
-        return None
 
 
 def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
@@ -166,7 +164,7 @@ def _probe_headers(listing: Listing, channels: int) -> tuple[int, int, bool]:
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
         with contextlib.suppress(CorruptImageError):
-            seen.append(read_header(listing.names[index], listing.names.content(index)))
+            seen.append(read_header(listing.names[index], listing.names.read(index)))
     if not seen:
         return _USUAL_SIZE, channels or 3, False
     sizes = {side for header in seen for side in (header.width, header.height)}
@@ -187,17 +185,6 @@ def _try_decode(listings: tuple[Listing, ...], size: int, channels: int, options
             return _try_decode(listings, size, 3, options) if grey_only else None
         if decoded[1] and not options.skip_corrupt:
             bad = decoded[1][0]
-            decode(listing.names[bad], channels, listing.names.content(bad))  # raises the error that made it unreadable
+            decode(listing.names[bad], channels, listing.names.read(bad))  # raises the error that made it unreadable
         opened.append(decoded)
     return opened
-
-
-@contextlib.contextmanager
-def _replaced_at_end(path: Path) -> Generator[Path]:
-    """Yields a temporary path that replaces `path` at the end. Raises UserError if the file can't be written."""
-    try:
-        with replaced_on_success(path) as part:
-            yield part
-    except OSError as error:
-        hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
-        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), hints) from error

@@ -31,6 +31,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import open_file, read_object, replaced_on_success
+from manyhands.data.decode import read_content
 
 FORMAT = 1
 DECODING = 2  # decoding of resized pictures; 1: content only in the alpha channel became black
@@ -74,9 +75,9 @@ class PictureNames:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def content(self, place: int) -> bytes | None:
-        """Returns a picture's bytes in the packed copy, or None without a copy. Raises UserError if it was altered."""
-        return self.packed.pack.content(int(self.packed.rows[place])) if self.packed else None
+    def read(self, place: int) -> bytes:
+        """Returns a picture's bytes, from the packed copy if there is one. Raises UserError if they can't be read."""
+        return self.packed.pack.content(int(self.packed.rows[place])) if self.packed else read_content(self[place])
 
     def file_states(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Returns the sizes and the modification times (ns) of the files, int64 [n], with -1 for unreadable files."""

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from manyhands.data.decode import PictureHeader, decode, read_content, read_header
+from manyhands.data.decode import PictureHeader, decode, read_header
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, SampleRng, crop_box, pad
 
 decode_jpeg: Callable[..., Any] | None
@@ -26,11 +26,8 @@ _GAP = 2  # libjpeg scales down to no less than this multiple of the requested s
 _MOST_TIMES = 16  # maximum aspect ratio to resize: a picture of 60,000 x 1 pixels would need gigabytes
 
 
-def read_picture(
-    path: str, pixels: Pixels, rng: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Reads a picture file, or `content`, as uint8 [C, S, S], into `out` if given. Augments it if `rng` is given."""
-    content = read_content(path) if content is None else content
+def read_picture(path: str, pixels: Pixels, rng: SampleRng | None, content: bytes, out: Tensor | None = None) -> Tensor:
+    """Decodes a file's `content` to uint8 [C, S, S], into `out` if given. Augments the picture if `rng` is given."""
     header = read_header(path, content)
     scale = _scale(header, pixels, rng)
     values = _decode_plain_jpeg(content, header, pixels.channels, scale)

@@ -68,7 +68,7 @@ class FileSamples:
 
     def _read_sample(self, epoch: int, sample: int, out: Tensor) -> None:
         rng = sample_rng(self._seed, epoch, sample) if self._train else None
-        read_picture(self._source.paths[sample], self._pixels, rng, self._source.paths.content(sample), out)
+        read_picture(self._source.paths[sample], self._pixels, rng, self._source.paths.read(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
         """Reads another picture, the same on every process, in place of `sample`. Returns the other's index."""

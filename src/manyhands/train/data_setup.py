@@ -8,7 +8,6 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -328,8 +327,7 @@ def _file_contents(source: ImageFiles) -> Iterator[bytes]:
     for index in spread(count, len(paths)).tolist():
         # An unreadable file is reported when a batch needs it.
         if 0 < sizes[index] <= MOST_BYTES:
-            content = paths.content(index)
-            yield Path(paths[index]).read_bytes() if content is None else content
+            yield paths.read(index)
 
 
 def _some_rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
-from manyhands.data.decode import CorruptImageError, to_mode
+from manyhands.data.decode import CorruptImageError, read_content, to_mode
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare_pixels, read_picture, to_tensor
@@ -145,7 +145,7 @@ class Transform:
                 hint = "pass tensors like those that the data set returns: manyhands.predict(RUN, [dataset[0][0]])"
                 raise UserError(what, "", (hint,))
             if image is None:
-                values = read_picture(str(picture), self._pixels, None)
+                values = read_picture(str(picture), self._pixels, None, read_content(str(picture)))
             else:
                 values = prepare_pixels(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None)
             return self._normalize(values[None].to(self._device))[0]
