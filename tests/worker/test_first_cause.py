@@ -21,7 +21,6 @@ from manyhands.parallel.group.rendezvous import PeerFailure
 from manyhands.train.build import build
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
-from manyhands.worker import entry
 from manyhands.worker.entry import run_training
 from manyhands.worker.failure import describe_failure, explain_out_of_memory, is_peer_loss, publish_or_adopt_first_cause
 from manyhands.worker.member import MET, GroupMember
@@ -120,11 +119,8 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     store = dist.HashStore()
     waiting = _OnAnAccelerator(store, ended)
     monkeypatch.setattr("manyhands.parallel.group.join.join", lambda *_: waiting)
-    monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
-    monkeypatch.setattr(entry, "_with_rank_0_resume", lambda job, *_: job)
-    monkeypatch.setattr(entry, "_build_trainer", lambda *_: None)
     mine = GroupMember(ProcessInfo(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
-    entry._join_and_build(mine, load_job({"model.name": "mlp"}, environment={}).job, {}, print)
+    mine.join(load_job({"model.name": "mlp"}, environment={}).job, "", print)
     with closing(waiting.cause), closing(FailureBroadcast(store, 0)) as failing:
         failing.publish(PeerFailure.create(0, "n1", "KeyError: mine"))
         assert ended.wait(20)

@@ -62,7 +62,12 @@ def run_training(
     mine = GroupMember(process_info, folder, "build")
     with exit_if_hung(mine.hang_reason, mine.print_unsaved):
         try:
-            trainer = _join_and_build(mine, job, argument, say)
+            world = mine.join(job, shared_options(job), say).world
+            if process_info.started_by not in {OUR_HEAD, MET}:
+                mine.folder = share_folder(world, folder)
+            wait_for_debugger(world.rank, world.size, job.cluster)
+            job = _with_rank_0_resume(job, world, say)
+            trainer = mine.trainer = _build_trainer(job, mine.folder, world, argument)
             from manyhands.train.loop import fit
 
             with nullcontext() if job.cluster.debugging else mine.liveness_checked():
@@ -99,15 +104,6 @@ def _save_before_restart(member: GroupMember, *, consequence: bool) -> None:
             member.trainer.journal.line(f"saved step {member.trainer.progress.step} for the restart")
     except Exception as error:  # noqa: BLE001 - also from the user's state_dict(); the first failure is raised
         member.trainer.journal.line(f"could not save for the restart: {error}")
-
-
-def _join_and_build(member: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
-    world = member.join(job, shared_options(job), say).world
-    if member.process_info.started_by not in {OUR_HEAD, MET}:
-        member.folder = share_folder(world, member.folder)
-    wait_for_debugger(world.rank, world.size, job.cluster)
-    member.trainer = _build_trainer(_with_rank_0_resume(job, world, say), member.folder, world, argument)
-    return member.trainer
 
 
 def _with_rank_0_resume(job: Job, world: Any, say: Say) -> Job:
