@@ -133,11 +133,10 @@ def check_labels(splits: Splits, classes: int) -> None:
 
 def missing_class_warnings(splits: Splits) -> Iterator[str]:
     """Yields a warning for each split that lacks samples of a class. Evaluation needs only the training classes."""
-    counts = {word: source.labels.bincount() for word, source in splits.named_sources() if source.labels is not None}
-    total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
-    names = name_outputs(splits.classes, total)
-    present = {word: set(found.nonzero().flatten().tolist()) for word, found in counts.items()}
-    known = set(range(len(splits.classes))) | set().union(*present.values())
+    labels = {word: source.labels for word, source in splits.named_sources() if source.labels is not None}
+    present = {word: set(each.bincount().nonzero().flatten().tolist()) for word, each in labels.items()}
+    known = set(range(len(splits.classes))).union(*present.values())
+    names = name_outputs(splits.classes, 1 + max(known, default=-1))
     for word, seen in present.items():
         expected = known if word == "training" else present.get("training", known)
         if missing := sorted(expected - seen):
