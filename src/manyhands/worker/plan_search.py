@@ -47,6 +47,7 @@ from manyhands.train.data_setup import open_splits, pixels_for
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import count_updates, make_optimizer, state_values_per_parameter
+from manyhands.train.parts import prepare_on_device
 from manyhands.train.precision import fp32_precision, make_network, network_sizes, resolve_precision
 from manyhands.worker.plan_advice import Advice, choice_as_plain, recommend, sync_row, sync_seconds
 
@@ -428,9 +429,7 @@ def select_run_plan(job: Job, world: World, folder: RunFolder, objects: Objects)
     network = network_description(job, world, objects)
     case = make_plan_case(job, network, world.device, objects)
     if own := objects.model:
-        # The user's network on the device of the pictures, in double precision if they are.
-        kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
-        case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
+        case = replace(case, make=lambda: prepare_on_device(copy.deepcopy(own), job.train, world.device))
     link = measure_link(None, world.device, _LINK_BUDGET_S) if options.measure else WITHIN_A_MACHINE
     answer = broadcast_result(lambda: _search(job, world, case, link), world)
     plans = plans_from(answer["finalists"])
