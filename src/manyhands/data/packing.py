@@ -76,19 +76,9 @@ class ShardTask:
 
 
 def write_shard_and_report(task: ShardTask) -> None:
-    """Writes a shard, then its report file. Raises UserError if a picture changed, or the disk is full or fails."""
-    try:
-        with replaced_on_success(task.target) as part:
-            columns, size_bytes, digest = _write_tar(task, part)
-        write_columns(task.report_file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
-    except OSError as error:
-        what = f"{task.target.name} can't be written: {error.strerror or error}"
-        raise UserError(what, str(task.target), _NO_SPACE) from error
-
-
-def _write_tar(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
+    """Writes a shard, then its report file. Raises UserError if a picture changed, and OSError for a full disk."""
     rows: list[tuple[int, int, int, int, bool]] = []
-    with part.open("w+b") as file:
+    with replaced_on_success(task.target) as part, part.open("w+b") as file:
 
         def add(name: str, content: bytes) -> None:
             info = tarfile.TarInfo(name)  # without time and user: equal pictures make equal shards
@@ -102,13 +92,13 @@ def _write_tar(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
             add(f"{number:09}.cls", str(member.label).encode())
             rows.append((member.row, start, len(content), zlib.crc32(content), not readable))
         file.write(bytes(2 * _TAR_BLOCK))
-        size_bytes = file.tell()
+        shard = {"bytes": numpy.array(file.tell())}
         file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        shard["sha256"] = numpy.array(hashlib.file_digest(file, "sha256").hexdigest())
         os.fsync(file.fileno())
-    values = (numpy.array(values, numpy.int64) for values in zip(*rows, strict=True))
-    columns: Columns = dict(zip(("row", "offset", "length", "crc", "bad"), values, strict=True))
-    return columns, size_bytes, digest
+    for name, values in zip(("row", "offset", "length", "crc", "bad"), zip(*rows, strict=True), strict=True):
+        shard[name] = numpy.array(values, numpy.int64)
+    write_columns(task.report_file, shard)
 
 
 def packed_picture(member: PictureFile, request: PackRequest) -> tuple[str, bytes, bool]:
