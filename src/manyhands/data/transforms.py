@@ -284,13 +284,13 @@ def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, in
 
 def measure_pixels(images: Tensor, augment: str) -> Pixels:
     """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S], equally on all machines."""
-    count, channels, size, _ = images.shape
+    count, channels, size, width = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
     for block in spread(10_000, count).split(1000):
         part = images[block].to(torch.int64)
         sums = [a + b for a, b in zip(sums, part.sum((0, 2, 3)).tolist(), strict=True)]
         squares = [a + b for a, b in zip(squares, part.square().sum((0, 2, 3)).tolist(), strict=True)]
-        values += len(block) * size * size
+        values += len(block) * size * width
     means = [total / values for total in sums]
     deviations = [math.sqrt(max(0.0, s / values - m * m)) or 1.0 for s, m in zip(squares, means, strict=True)]
     rounded = [tuple(round(value / 255, 4) or 1e-4 for value in numbers) for numbers in (means, deviations)]
