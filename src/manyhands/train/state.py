@@ -22,8 +22,7 @@ from manyhands.config.job import BY_TOP1, Job
 from manyhands.core.errors import UserError, first_names
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.apply import compare_replicas
-from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors, gather_plain
 from manyhands.parallel.network import ParallelNetwork, full_tensor
 from manyhands.train.optimize import restore_optimizer
 
@@ -229,11 +228,11 @@ def find_resumable(resume: str, folder: RunFolder, world: World, *, in_pieces: b
     # Another machine may lack the files, and receives the state below.
     with contextlib.nullcontext() if world.is_main else contextlib.suppress(UserError):
         found = _find_resumable(resume, folder, in_pieces=in_pieces)
-    identity = 0
+    identity = ""
     if found:  # the hash of the file, or of the manifest, which contains the hash of every file
         with (found.path / files.MANIFEST if found.path.is_dir() else found.path).open("rb") as content:
-            identity = int.from_bytes(hashlib.file_digest(content, "sha256").digest()[:7], "big")
-    if compare_replicas({"checkpoint": torch.tensor([identity], device=world.device)}, world) is None:
+            identity = hashlib.file_digest(content, "sha256").hexdigest()
+    if len({*gather_plain(identity, world)}) == 1:
         return found
     if found and found.source:  # tensors are sent to processes that don't see the files
         found = replace(found, snapshot=found.source.snapshot(), source=None)
