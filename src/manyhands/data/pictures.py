@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.data.decode import PictureHeader, decode, read_header
-from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, SampleRng, crop_box, pad
+from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, SampleRng, center_crop, crop_box, pad
 
 decode_jpeg: Callable[..., Any] | None
 try:
@@ -91,10 +91,6 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 def _center_crop(values: Tensor, pixels: Pixels) -> Tensor:
     """Resizes the shorter side and crops the center. First removes the ends of a very long picture, to save time."""
-    size, shorter = pixels.size, min(values.shape[1:])
-    most = _MOST_TIMES * shorter
+    most = _MOST_TIMES * min(values.shape[1:])
     top, left = (max(0, side - most) // 2 for side in values.shape[1:])
-    values = values[:, top : top + most, left : left + most]
-    high, wide = (round(side * pixels.resized_to / shorter) for side in values.shape[1:])
-    left, top = (wide - size) // 2, (high - size) // 2
-    return resize_bilinear(values, high, wide)[:, top : top + size, left : left + size]
+    return center_crop(values[:, top : top + most, left : left + most], pixels, resize_bilinear)

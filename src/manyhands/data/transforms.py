@@ -7,6 +7,7 @@ Shapes: n pictures, C channels, H rows, W columns, S the requested size.
 import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
@@ -147,14 +148,11 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
     return resized.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def center_crop(images: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side of uint8 [n, C, H, W], and crops the center to uint8 [n, C, S, S]."""
-    height, width = images.shape[2:]
-    shorter = min(height, width)
-    height, width = (round(side * pixels.resized_to / shorter) for side in (height, width))
-    images = resize(images, height, width)
+def center_crop(images: Tensor, pixels: Pixels, resize: Callable[[Tensor, int, int], Tensor] = resize) -> Tensor:
+    """Resizes the shorter side of uint8 [..., H, W] by `resize`, and crops the center to uint8 [..., S, S]."""
+    height, width = (round(side * pixels.resized_to / min(images.shape[-2:])) for side in images.shape[-2:])
     top, left = (height - pixels.size) // 2, (width - pixels.size) // 2
-    return images[:, :, top : top + pixels.size, left : left + pixels.size]
+    return resize(images, height, width)[..., top : top + pixels.size, left : left + pixels.size]
 
 
 def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tensor) -> Tensor:
@@ -285,14 +283,12 @@ def crop_box(width: int, height: int, rng: SampleRng) -> tuple[int, int, int, in
 def measure_pixels(images: Tensor, augment: str) -> Pixels:
     """Measures mean and deviation of up to 10,000 of the pictures [N, C, S, S], equally on all machines."""
     count, channels, size, width = images.shape
-    sums, squares, values = [0] * channels, [0] * channels, 0
-    for block in spread(10_000, count).split(1000):
+    chosen, sums = spread(10_000, count), torch.zeros(2, channels, dtype=torch.int64)
+    for block in chosen.split(1000):
         part = images[block].to(torch.int64)
-        sums = [a + b for a, b in zip(sums, part.sum((0, 2, 3)).tolist(), strict=True)]
-        squares = [a + b for a, b in zip(squares, part.square().sum((0, 2, 3)).tolist(), strict=True)]
-        values += len(block) * size * width
-    means = [total / values for total in sums]
-    deviations = [math.sqrt(max(0.0, s / values - m * m)) or 1.0 for s, m in zip(squares, means, strict=True)]
+        sums += torch.stack([part.sum((0, 2, 3)), part.square().sum((0, 2, 3))])
+    means, squares = (each.tolist() for each in sums.double() / (len(chosen) * size * width))
+    deviations = [math.sqrt(max(0.0, s - m * m)) or 1.0 for s, m in zip(squares, means, strict=True)]
     rounded = [tuple(round(value / 255, 4) or 1e-4 for value in numbers) for numbers in (means, deviations)]
     return Pixels(size, channels, rounded[0], rounded[1], augment)
 
