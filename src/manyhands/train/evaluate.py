@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -276,10 +275,9 @@ def test_on_held_out(trainer: Trainer, stop: StopSignal) -> None:
 
     The network has the last weights afterwards, also if Interrupted is raised.
     """
-    progress = trainer.progress
-    steps = {trainer.folder.evaluations / f"{BEST}.json": progress.best_step}
-    steps[trainer.folder.evaluations / f"{LAST}.json"] = progress.step
-    done = all(path.is_file() and (read_object(path) or {}).get("step") == step for path, step in steps.items())
+    progress, folder = trainer.progress, trainer.folder.evaluations
+    steps = {BEST: progress.best_step, LAST: progress.step}
+    done = all((read_object(folder / f"{name}.json") or {}).get("step") == step for name, step in steps.items())
     if trainer.test is None or broadcast_plain(done, trainer.world):
         return
     with trainer.paused("evaluate"):
@@ -301,8 +299,12 @@ def _test_best_weights(trainer: Trainer, last: EvaluationDetail, stop: StopSigna
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last
-    paths = [folder / files.step_name(step) for step in (progress.best_step, progress.step)]
-    if progress.best_step < 0 or not broadcast_plain(all(map(_matches_hashes, paths)), trainer.world):
+    intact = False
+    with contextlib.suppress(UserError):  # hashes all files, even if this process wrote them
+        for step in (progress.best_step, progress.step):
+            files.verify_checkpoint(folder / files.step_name(step))
+        intact = True
+    if progress.best_step < 0 or not broadcast_plain(intact, trainer.world):
         step = progress.step
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
@@ -315,15 +317,6 @@ def _test_best_weights(trainer: Trainer, last: EvaluationDetail, stop: StopSigna
         raise
     _load_weights(trainer, progress.step)
     return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
-
-
-def _matches_hashes(path: Path) -> bool:
-    """Returns True if a checkpoint's files match their hashes. Hashes all files, even if this process wrote them."""
-    try:
-        files.verify_checkpoint(path)
-    except UserError:
-        return False
-    return True
 
 
 def _load_weights(trainer: Trainer, step: int) -> int:
