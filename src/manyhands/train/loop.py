@@ -89,7 +89,7 @@ def run_due_work(trainer: Trainer, stop: StopSignal) -> None:
     due, progress = trainer.due, trainer.progress
     if due.verification():
         trainer.verify_replicas()
-    if not trainer.status_round.due(progress.step, force=due.status()):
+    if progress.step < trainer.status_round.next_step and not due.status():
         if due.save():
             save(trainer)
         return

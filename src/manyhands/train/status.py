@@ -93,12 +93,8 @@ class StatusRound:
         self._world, self._every_s, self.save_every_s = world, every_s, save_every_s
         self.multiple = multiple
         self._last = self.saved_s = self._reported = self._began = time.perf_counter()  # saved_s: time of the last save
-        self._next_step, self._last_step = 0, 0
+        self.next_step, self._last_step = 0, 0  # the step of the next round, unless one is due for another reason
         self.waiting_s = 0.0
-
-    def due(self, step: int, *, force: bool) -> bool:
-        """Returns True if `force`, or if `step` has reached the step that the last round chose for the next round."""
-        return force or step >= self._next_step
 
     def exclude_time(self, seconds: float) -> None:
         """Excludes the seconds of an evaluation or a save from the training time. Measurements stay."""
@@ -148,7 +144,7 @@ class StatusRound:
         mean_s = max(total.elapsed_s / self._world.size / max(1, steps), 1e-6)
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / mean_s)))
         free = -(-wanted // self.multiple) * self.multiple
-        self._next_step = min(free, max(wanted, step + round(LONGEST_S / mean_s)))
+        self.next_step = min(free, max(wanted, step + round(LONGEST_S / mean_s)))
         seconds = max(took_s, 1e-9)
         data_share = min(1.0, self.waiting_s / seconds)
         status = Status(**vars(total), own=own, seconds=seconds, data_share=data_share, waited_s=waited_s)
