@@ -93,9 +93,8 @@ def read_layout(root: Path) -> FolderLayout:
     return FolderLayout(tuple(_skip_nested_folder(root, name) for name in used), unused=unused, notes=tuple(notes))
 
 
-def split_kind(path: str) -> str:
+def split_kind(name: str) -> str:
     """Returns the split that a folder name means: "train" for "Training", "valid" for "valid", "" for "cats"."""
-    name = path.rpartition("/")[2]
     return name if name in _EXACT else parse_split(name)[0]
 
 
