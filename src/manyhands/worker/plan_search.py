@@ -393,7 +393,7 @@ def with_processes(job: Job, count: int) -> Job:
 
 def plan_task(action: str, network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
     """Creates the task that verifies or times plans, by `action`. `plans`: by name, None for data parallel."""
-    return {"task": "plan", "action": action, "network": network, "plans": plans, "rounds": ROUNDS}
+    return {"task": "plan", "action": action, "network": network, "plans": plans}
 
 
 def _check_output_paths(path: Path, *, force: bool) -> Path:
@@ -487,7 +487,7 @@ def run_plan_task(job: Job, world: World, argument: dict[str, Any]) -> dict[str,
     if argument["action"] == VERIFY:
         proofs = {name: verify_plan(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
         return {"proofs": proofs}
-    return {"seconds": time_plans(case, plans, world, argument["rounds"])}
+    return {"seconds": time_plans(case, plans, world, ROUNDS)}
 
 
 def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
