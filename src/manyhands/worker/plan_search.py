@@ -53,7 +53,6 @@ from manyhands.worker.plan_advice import Advice, choice_as_plain, recommend, syn
 
 RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]  # runs a task in a job's processes; returns rank 0's result
 MOST_TIMED = 8  # timings of more processes on one machine depend more on the machine than on the plan
-ROUNDS = 8
 TIMES_BUDGET_S = 30.0
 NETWORK = "network"
 _SHARE_S, _FEWER_S = 10.0, 4.0  # seconds for timing one process's share, with the plan's number of processes, and fewer
@@ -434,7 +433,7 @@ def select_run_plan(job: Job, world: World, folder: RunFolder, objects: Objects)
     answer = broadcast_result(lambda: _search(job, world, case, link), world)
     plans = plans_from(answer["finalists"])
     if len(plans) > 1 and options.measure and answer["measurable"]:
-        pick = pick_measured(time_plans(case, plans, world, ROUNDS))
+        pick = pick_measured(time_plans(case, plans, world))
         answer |= {"chosen": pick.name, "reason": pick.reason}
         for row in answer["candidates"]:
             if row["name"] in pick.measured_seconds:
@@ -487,7 +486,7 @@ def run_plan_task(job: Job, world: World, argument: dict[str, Any]) -> dict[str,
     if argument["action"] == VERIFY:
         proofs = {name: verify_plan(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
         return {"proofs": proofs}
-    return {"seconds": time_plans(case, plans, world, ROUNDS)}
+    return {"seconds": time_plans(case, plans, world)}
 
 
 def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
