@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.checkpoint.folders import choose_checkpoint
-from manyhands.checkpoint.read import load_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot, renamed
 from manyhands.checkpoint.trained import Preprocessing, TrainedNetwork, record_trained_on
 from manyhands.config.job import Job, TrainOptions
@@ -43,7 +42,7 @@ from manyhands.train.journal import Journal, RunContext
 from manyhands.train.loss import CustomMetric, LossFn, make_loss_fn, make_metrics
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.shares import MACHINES, ShareBalancer, previous_shares
-from manyhands.train.state import Resumable, load_snapshot, split_state
+from manyhands.train.state import Resumable, load_snapshot, read_snapshot, split_state
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult, compile_updates, set_compile_cache
 
@@ -371,15 +370,6 @@ def without_initial_weights(job: Job, size: int, objects: Objects) -> Job:
     """Returns the job without initial weights, because a checkpoint has them. `size`: picture size in pixels."""
     model = resolve_model(job.model, size) if objects.model is None else job.model.model_copy(update={"weights": ""})
     return job.model_copy(update={"model": model})
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """Reads a checkpoint of manyhands or of another tool."""
-    if path.is_dir():
-        return load_checkpoint(path)
-    from manyhands.checkpoint.foreign import read_foreign
-
-    return read_foreign(path)
 
 
 def load_initial_weights(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra_state
-from manyhands.checkpoint.folders import find_checkpoint, newest_checkpoint, saved_step
+from manyhands.checkpoint.folders import choose_checkpoint, newest_checkpoint, saved_step
 from manyhands.checkpoint.read import Source, load_checkpoint, open_checkpoint, source_from_snapshot
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, flatten, plain_extra_state, renamed, unflatten
 from manyhands.config.job import BY_TOP1, Job
@@ -278,16 +278,20 @@ def _find_resumable(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resum
         if not reference.exists():
             hints = ("choose auto, never, a run folder, a checkpoint folder or a weights file",)
             raise UserError(f"{resume} doesn't exist", "--resume", hints)
-        path = find_checkpoint(reference, "last")
-        if not path.is_dir():
-            from manyhands.checkpoint.foreign import read_foreign
-
-            return Resumable(read_foreign(path), path)
-        skipped = [] if path == reference else newest_checkpoint(path.parent)[1]
-    if not in_pieces:
-        return Resumable(load_checkpoint(path), path, tuple(skipped))
+        path, skipped = choose_checkpoint(reference, "last")
+    if not in_pieces or not path.is_dir():
+        return Resumable(read_snapshot(path), path, tuple(skipped))
     source = open_checkpoint(path, verified=True)  # verified just now
     return Resumable(Snapshot({}, None, dict(source.state)), path, tuple(skipped), source)
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Reads a checkpoint of manyhands or of another tool."""
+    if path.is_dir():
+        return load_checkpoint(path)
+    from manyhands.checkpoint.foreign import read_foreign
+
+    return read_foreign(path)
 
 
 def foreign_outputs(snapshot: Snapshot) -> int:

@@ -37,8 +37,8 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.journal import Journal
 from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import Objects
-from manyhands.train.parts import PICTURES, job_mesh, make_model, pixels_of, read_snapshot, without_initial_weights
-from manyhands.train.state import Resumable, find_resumable, foreign_outputs, restore_state
+from manyhands.train.parts import PICTURES, job_mesh, make_model, pixels_of, without_initial_weights
+from manyhands.train.state import Resumable, find_resumable, foreign_outputs, read_snapshot, restore_state
 
 
 @dataclass(frozen=True)
