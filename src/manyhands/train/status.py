@@ -322,22 +322,14 @@ class HeartbeatWriter:
             return ""
         return f"this process has been waiting for {stood_s:.0f} s without progress"
 
-    @contextlib.contextmanager
-    def write_in_background(self) -> Generator[None]:
+    def write_in_background(self) -> contextlib.AbstractContextManager[None]:
         """Writes heartbeats within the context, for the agent that started this process, if there is one."""
         path = os.environ.get(HEARTBEAT_FILE)
         if not path:
-            yield
-            return
+            return contextlib.nullcontext()
         over = threading.Event()
-        thread = threading.Thread(target=self._write_heartbeats, args=(Path(path), over), daemon=True)
         self.record_progress()
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join(HEARTBEAT_S)
+        return in_background(over, lambda: self._write_heartbeats(Path(path), over))
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
         """Returns heartbeat number `count`. Sets expensive fields only after `_STILL_S` seconds without progress."""
@@ -368,6 +360,20 @@ class HeartbeatWriter:
             if stop_waiting_path(path.parent).exists():
                 shut_connections()
                 return
+
+
+@contextlib.contextmanager
+def in_background(over: threading.Event, *targets: Callable[[], object]) -> Generator[None]:
+    """Runs each function in a thread within the context. Then sets `over`, and waits briefly for the threads."""
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(HEARTBEAT_S)
 
 
 def shut_connections() -> None:

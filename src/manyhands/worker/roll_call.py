@@ -20,6 +20,7 @@ from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group.heartbeat import Heartbeat, ObservedHeartbeat
 from manyhands.parallel.group.listeners import close_rendezvous
 from manyhands.parallel.group.rendezvous import LivenessAnswer, parse_message
+from manyhands.train.status import in_background
 
 _ANSWER_INTERVAL_S = 3.0  # seconds between the two heartbeats of an answer; the store is not used meanwhile
 _SILENT_S = 10.0  # seconds without an answer after which a process or the store counts as silent
@@ -53,18 +54,9 @@ class LivenessCheck:
             self._store.add("attending", 1)
         self._reported, self._request_began, self._ended = False, float("inf"), threading.Event()
 
-    @contextlib.contextmanager
-    def run_in_background(self) -> Generator[None]:
+    def run_in_background(self) -> contextlib.AbstractContextManager[None]:
         """Runs the check within the context. One thread calls and answers, and a second thread watches the store."""
-        threads = [threading.Thread(target=each, daemon=True) for each in (self._check_calls, self._watch_the_store)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._ended.set()
-            for thread in threads:
-                thread.join(HEARTBEAT_S)
+        return in_background(self._ended, self._check_calls, self._watch_the_store)
 
     def _check_calls(self) -> None:
         number = 0
