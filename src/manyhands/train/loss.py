@@ -147,7 +147,7 @@ def _test_loss(custom: Function, outputs: int, classes: int, device: str, dtype:
     """Returns MEAN, SUM or NEITHER and, for NEITHER, a sentence on the consequence or on the failed test."""
     rows = max(8, min(2 * classes + 5, MOST_VALUES // outputs))
     failed = ""
-    with seeded_generators(derive_seed(0, "loss"), device.partition(":")[0]):
+    with seeded_generators(derive_seed(0, "loss"), device):
         generator = torch.Generator().manual_seed(derive_seed(0, "made-up"))
         for make in (Tensor.log_softmax, Tensor.softmax):
             found: set[str] = set()

@@ -317,9 +317,8 @@ class Measurement:
         known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
         if say is None or all(known.values()):
             return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
-        device = self.device
         try:
-            with seeded_generators(derive_seed(self.job.train.seed, "precision"), device.partition(":")[0]):
+            with seeded_generators(derive_seed(self.job.train.seed, "precision"), self.device):
                 model = self.network()
                 numbers = list(model.parameters())
                 if not any(one.ndim == 4 for one in numbers):  # without a convolution no layout pays, nor bf16 if small
@@ -328,7 +327,7 @@ class Measurement:
                 if len(variants) < 2:
                     return kind
                 say("benchmarking the network in each precision and memory format; the results are cached")
-                seconds, failed = time_variants(self.make_trials(model, variants), device)
+                seconds, failed = time_variants(self.make_trials(model, variants), self.device)
         except Exception:  # noqa: BLE001 - errors of the network or the data are reported when they are built
             return kind
         for name, one in seconds.items():

@@ -1,6 +1,5 @@
 """Runs a network before training: for a trial step, timing, the order of DDP's buckets, and torch.compile."""
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -118,9 +117,9 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
     # Copies are updated: even with a learning rate of 0, gradients that overflow would change parameters.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
-    taken = torch.zeros(TIMED, 3, dtype=torch.float64)
+    taken: list[list[float]] = []
     with restored_network(probe.network), torch.random.fork_rng(devices=[]):
-        for number in range(TIMED):
+        for _ in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
             marks = [synchronized_time(world)]
@@ -130,8 +129,9 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
                 copy.grad = parameter.grad
             optimizer.step()
             marks.append(synchronized_time(world))
-            taken[number] = torch.tensor([later - earlier for earlier, later in itertools.pairwise(marks)])
-    forward_s, backward_s, update_s = taken.median(0).values.tolist()
+            taken.append(marks)
+    spans_s = torch.tensor(taken, dtype=torch.float64).diff()
+    forward_s, backward_s, update_s = spans_s.median(0).values.tolist()
     backward_s *= share / count
     slowest = torch.tensor([forward_s * share / count + backward_s + update_s, backward_s], device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -222,7 +222,7 @@ def compile_updates(trainer: Trainer) -> None:
     if not network.norms.shared_sizes:
         trainer.journal.event("note", message)
     seed = derive_seed(updater.options.seed, "compile")
-    with restored_network(network), seeded_generators(seed, world.device.partition(":")[0]):
+    with restored_network(network), seeded_generators(seed, world.device):
         for shares in feed.sharing.micro_batches(count):
             batch = first_samples(feed.loader, max(1, shares[network.share.index].count))
             gradients.forward_backward(feed.micro_batch(shares, batch, count), count, last=False)
