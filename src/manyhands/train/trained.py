@@ -205,17 +205,16 @@ def evaluate_checkpoint(
     job: Job,
     path: Path | None,
     world: World,
-    objects: Objects | None = None,
+    objects: Objects,
     *,
-    given: Collection[str] = (),
-    whole: bool = False,
+    given: Collection[str],
+    whole: bool,
 ) -> dict[str, Any]:
     """Evaluates a checkpoint (or the job's initial network if `path` is None) on the job's data. A collective.
 
     Returns the evaluation as a dict. Network and preprocessing come from the checkpoint if it records them, except for
     the options whose keys are in `given`. With `whole`, the data is a plain folder of class folders, used completely.
     """
-    objects = objects or Objects()
     mode, plan = _mode_and_plan(job, world)
     found = find_resumable(str(path), NOWHERE, world, in_pieces=plan is not None) if path else None
     spec, source = _network_and_samples(job, found, world, objects, given, whole=whole)

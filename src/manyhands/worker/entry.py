@@ -28,6 +28,7 @@ from manyhands.data.known import is_published
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, emergency_save_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal, RunContext
+from manyhands.train.objects import Objects
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import write_metadata
 
@@ -121,7 +122,6 @@ def _build_trainer(job: Job, folder: RunFolder, world: Any, argument: dict[str, 
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.train.build import build
     from manyhands.train.choose_sync import check_sync_and_mode
-    from manyhands.train.objects import Objects
     from manyhands.train.parts import Parts
     from manyhands.train.saver import writers_of
 
@@ -139,13 +139,13 @@ def _build_trainer(job: Job, folder: RunFolder, world: Any, argument: dict[str, 
     objects = load_objects(argument)
     precision, announced = None, False
     if job.train.measured_precision:
-        precision, announced = _resolve_precision(job, folder, world, mode, objects or Objects())
+        precision, announced = _resolve_precision(job, folder, world, mode, objects)
         job = precision.job
     followed, about = None, dict[str, Any]()
     if follows_plan(mode) and not world.alone and job.parallel.searches:
         from manyhands.worker.plan_search import select_run_plan
 
-        followed, about = select_run_plan(job, world, folder, objects or Objects())
+        followed, about = select_run_plan(job, world, folder, objects)
         mode = mode if followed else USUAL_MODE
     elif follows_plan(mode):
         from manyhands.parallel.plan import broadcast_plan
@@ -178,11 +178,11 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
     return resolve_precision(job, folder, world, mode, objects, say=announce), bool(announced)
 
 
-def load_objects(argument: dict[str, Any]) -> Any:
-    """Returns the user's Python objects, from a pickle file or as passed in this process, or None."""
+def load_objects(argument: dict[str, Any]) -> Objects:
+    """Returns the user's Python objects, from a pickle file or as passed in this process."""
     path = argument.get("objects")
     if not path:
-        return argument.get("live")
+        return argument.get("live") or Objects()
     import cloudpickle
 
     return cloudpickle.loads(Path(path).read_bytes())
