@@ -69,12 +69,11 @@ def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits
     check_labels(splits, len(classes))
     for missing in missing_class_warnings(splits):
         journal.event("warning", missing)
-
-    def loader(source: Source, *, train: bool = False) -> Loader:
-        return make_loader(job, source, pixels, world, train=train, classes=len(classes))
-
-    held_out = None if splits.held_out is None else loader(splits.held_out)
-    return DataSetup(splits, pixels, classes, loader(splits.train, train=True), loader(splits.test), held_out)
+    loaders = [
+        make_loader(job, source, pixels, world, train=word == "training", classes=len(classes))
+        for word, source in splits.named_sources()
+    ]
+    return DataSetup(splits, pixels, classes, *loaders)
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
@@ -103,10 +102,8 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
     """Returns a name for each network output. `outputs`: their number in another tool's checkpoint (0: unknown)."""
-    names = splits.classes
-    if not names:
-        labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
-        names = name_outputs((), 1 + max((int(one.max()) for one in labels), default=-1))
+    labels = [source.labels for _, source in splits.named_sources() if source.labels is not None]
+    names = splits.classes or name_outputs((), 1 + max((int(one.max()) for one in labels), default=-1))
     wanted = job.model.num_classes or outputs
     if not names and not wanted:
         hints = ("set the number of classes: --set model.num_classes=10", "or give the data set an attribute `classes`")
