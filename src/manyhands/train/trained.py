@@ -158,26 +158,26 @@ class Transform:
         return torch.as_tensor(picture).to(self._device, self._dtype)
 
 
-Guesses = list[tuple[str, float]]
+Guesses = list[tuple[str, float]]  # up to five classes and their probabilities, best first
 BLOCK = 32  # pictures computed together, so that results are the same at any number of processes
 
 
-def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
+def guess(trained: Trained, pictures: Sequence[Any], *, skip: bool = False) -> Iterator[Guesses | str]:
     """Yields each picture's list of (class, probability), best first, or with `skip` a message if unreadable."""
     for start in range(0, len(pictures), BLOCK):
-        yield from _guess_block(trained, pictures[start : start + BLOCK], most, skip=skip)
+        yield from _guess_block(trained, pictures[start : start + BLOCK], skip=skip)
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
     """Divides pictures among processes, and returns each picture's result of `guess`. A collective."""
     starts = range(0, len(pictures), BLOCK)
     mine = starts[world.rank :: world.size]
-    everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], 5, skip=True) for at in mine], world)
+    everybody = gather_plain([_guess_block(trained, pictures[at : at + BLOCK], skip=True) for at in mine], world)
     blocks = [everybody[number % world.size][number // world.size] for number in range(len(starts))]
     return [one if isinstance(one, str) else list(map(tuple, one)) for block in blocks for one in block]
 
 
-def _guess_block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) -> list[Guesses | str]:
+def _guess_block(trained: Trained, pictures: Sequence[Any], *, skip: bool) -> list[Guesses | str]:
     images, unreadable = list[Tensor](), dict[int, str]()
     for number, picture in enumerate(pictures):
         try:
@@ -195,7 +195,7 @@ def _guess_block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: 
     with torch.inference_mode():
         shares = main_and_auxiliary(trained.network(torch.stack(images)))[0].float().softmax(1)
     names = data_setup.name_outputs(trained.classes, shares.shape[1])
-    top = shares.topk(min(most, shares.shape[1]), dim=1)
+    top = shares.topk(min(5, shares.shape[1]), dim=1)
     found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
     guesses = ([(names[number], share) for share, number in zip(*both, strict=True)] for both in found)
     return [unreadable.get(number) or next(guesses) for number in range(len(pictures))]
