@@ -56,7 +56,6 @@ class Saver:
             self._thread.start()
         else:
             self._run_write(write, written)
-            self.wrote_s = 0.0
 
     @property
     def done(self) -> bool:
@@ -82,7 +81,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - raised by `end_save`
             written.set_exception(error)
             return
-        self.wrote_s = time.perf_counter() - began_s
+        self.wrote_s = time.perf_counter() - began_s if self._thread else 0.0
         written.set_result(outcome)
 
 
