@@ -130,8 +130,7 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
             optimizer.step()
             marks.append(synchronized_time(world))
             taken.append(marks)
-    spans_s = torch.tensor(taken, dtype=torch.float64).diff()
-    forward_s, backward_s, update_s = spans_s.median(0).values.tolist()
+    forward_s, backward_s, update_s = torch.tensor(taken, dtype=torch.float64).diff().median(0).values.tolist()
     backward_s *= share / count
     slowest = torch.tensor([forward_s * share / count + backward_s + update_s, backward_s], device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

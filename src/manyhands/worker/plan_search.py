@@ -280,10 +280,9 @@ def find_plan(  # noqa: PLR0913 - each is one request
     samples = batch or (len(sample) if batched and len(sample) > 1 else 32 * world_size)
     samples = given.train.batch if job is not None and not batch else samples
     pins = dict(pin) if pin is not None else parse_pins(options.pin)
-    memory, link = memory or options.memory, link or options.link
+    mesh, memory, link = str(mesh or options.mesh), memory or options.memory, link or options.link
     device = next((str(one.device) for one in model.parameters()), "cpu")
-    limits = {"mesh": str(mesh or options.mesh), "memory": memory}
-    request = parse_request(given, samples, device, **limits, world_size=world_size, pins=pins)
+    request = parse_request(given, samples, device, mesh=mesh, memory=memory, world_size=world_size, pins=pins)
     request = replace(request, norm_group=0)
     training = model.training
     _, restore = group_batch_norms(model)
