@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.config.load import load_job
 from tests.e2e import command
-from tests.e2e.command import QUICKLY, done, events, final_weights, finish, messages, stop, training, wait_until
+from tests.e2e.command import QUICKLY, done, events, final_weights, finish, messages, read, stop, training, wait_until
 from tests.e2e.test_hard_places import assert_alike
 from tests.network import runs
 
@@ -95,12 +95,15 @@ def test_first_machine_is_disconnected_rejoins_and_finally_continues_alone(apart
 
 def test_machine_joins_an_active_run(lab, here):
     """The head is on n2, whose sshd the third machine reaches, as it is reached from there."""
-    head = runs.typed_on(lab, 2, "launch", runs.LONG, runs.hosts(lab)[2:], "--hosts n1,n2 --out run")
+    (here / "mine.py").touch()
+    head = runs.typed_on(lab, 2, "launch", runs.LONG, runs.hosts(lab)[2:], "--hosts n1,n2 --out run --sync-code")
     wait_until(runs.begun(), head)
     assert (here / "run" / "head.sock").stat().st_mode & 0o777 == 0o600
     assert finish(runs.typed_on(lab, 2, "join run --host n3"), code=0).out == "n3 has joined run\n"
     runs.trained_on(3, head)
     assert runs.machines()[2] == "n3"
+    # Its agent has changed to the folder of the code by then.
+    assert {one["folder"] for one in read("run", "machines.json")} == {str(here / "run")}
     runs.stopped_as_undisturbed(head)
     assert load_job({}, file=Path("run/job.toml")).job.cluster.hosts == ("n1", "n2", "n3")  # as `resume` reads it
     runs.gone(lab)

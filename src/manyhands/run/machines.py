@@ -246,6 +246,7 @@ class Membership(RestartHooks):
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
             raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
+        machine.opened_folder = seen  # its absolute path, since `take_code` changes the agent's working directory
         if self.code and not link.here:
             yield call(agent.Agent.take_code, self.code)
         options, slots = self._job.cluster, machine.spec.slots

@@ -149,7 +149,9 @@ class Agent(Probe):
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._advance_term(found, run, folders.Term(term, generation + 1))
         busy = not folders.agent_has_left(found.ranks, machine, generation)
-        return protocol.RunOpened(folder, False, found.has_checkpoints(), busy, folders.run_id(found), term=highest)
+        return protocol.RunOpened(
+            str(found.path), False, found.has_checkpoints(), busy, folders.run_id(found), term=highest
+        )
 
     def _advance_term(self, folder: RunFolder, run: str, wanted: folders.Term) -> int:
         """Increases a detached run's stored term to the launcher's term; returns the higher of both terms."""

@@ -52,7 +52,7 @@ class RunMachine:
     processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
     store: tuple[str, int] = ("", 0)  # address and port where its processes reach the store of this start
-    opened_folder: protocol.RunOpened | None = None  # the run folder on it, as it was opened last
+    opened_folder: protocol.RunOpened | None = None  # the run folder on it, as it was opened or inspected last
     position: int = 0  # its index among the machines of the last start that it took part in
     generation: int = -1  # index of that start; -1 for none
     requested: bool = False  # the user waits for it to join
