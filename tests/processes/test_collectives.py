@@ -12,7 +12,7 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.world import World
 from manyhands.parallel import apply
-from manyhands.parallel.group.collectives import new_group, world_group
+from manyhands.parallel.group.collectives import Subgroup, new_group
 from manyhands.parallel.group.plain import broadcast_plain, broadcast_result, broadcast_tensors, gather_plain
 from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.train.session import Session
@@ -57,7 +57,7 @@ def _of_a_session(world):
 
 def _to_others(world):
     """Each collective on a group whose members are numbered otherwise than their ranks; rank 0 is none of them."""
-    group, everybody = new_group(world, [1, 2]), world_group(world)
+    group, everybody = new_group(world, [1, 2]), Subgroup(range(world.size), world.rank, None)
     mine = MATRIX * 10**world.rank
     rows = torch.stack([mine[0] + 100 * to for to in range(3)])
     found = {"exchanged": everybody.all_to_all(rows), "rows": rows}
@@ -153,7 +153,7 @@ def test_every_process_gets_the_same_plain_data_or_the_same_error(answers):
 
 
 def test_one_process_has_the_same_collectives_and_mistakes_are_named():
-    alone = world_group(World())
+    alone = Subgroup([0], 0, None)
     values = torch.tensor([[1.0, 2.0]])
     for result in (alone.reduce(values), alone.all_to_all(values), alone.gather(values)[0]):
         assert torch.equal(result, values)

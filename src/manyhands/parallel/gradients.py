@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,12 @@ class Gradients:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         return autocast(self.precision, self.world.device)
+
+    @contextlib.contextmanager
+    def custom_forward_context(self, *, last: bool) -> Iterator[None]:
+        """Context of a custom forward and backward pass. `last` is True for the update's last micro-batch."""
+        with _NO_CONTEXT if last else self.network.traits.no_sync(), self.autocast():
+            yield
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision not in AUTOCAST:

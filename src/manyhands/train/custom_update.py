@@ -1,6 +1,5 @@
 """Samples, optimizer, scheduler and updates of custom training loops (`manyhands.session()`)."""
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -74,8 +73,7 @@ class CustomUpdate:
             part.shape.seed = updater.micro_batch_seed(self._step, number)
             inputs, labels, reported = updater.network.begin(part)
             self._open = part, labels, reported
-            waits = contextlib.nullcontext() if last else updater.network.traits.no_sync()
-            with waits, updater.gradients.autocast():
+            with updater.gradients.custom_forward_context(last=last):
                 yield inputs, labels
             if self._open:
                 raise UserError("the loop body didn't call session.backward", "samples", _LOOP)
