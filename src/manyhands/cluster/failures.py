@@ -93,11 +93,6 @@ def first_cause(ending: Ending) -> Failure | None:
     return records[0] if records else None
 
 
-def describe_failure(ending: Ending) -> str:
-    cause = first_cause(ending)
-    return cause.what if cause else ending.refused.message if ending.refused else ending.broken
-
-
 def _lost(host: str, how: str, hints: str = "") -> Failure:
     hints = hints or f"check that {host} is running, connected to the network and not out of memory"
     what, now = f"{host} is lost: {how}" if host else how, time.time()

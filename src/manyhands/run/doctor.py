@@ -16,7 +16,7 @@ from manyhands.cluster.doctor.facts import gather_facts
 from manyhands.cluster.doctor.findings import DoctorFinding, FactsWanted, Needs, Survey, any_failed, examine, join_hosts
 from manyhands.cluster.doctor.probe import OpenPort, Probe
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
-from manyhands.cluster.failures import describe_failure
+from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine, Rendezvous
 from manyhands.cluster.hosts.this_process import machines_of
 from manyhands.cluster.messages import call
@@ -207,7 +207,8 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         seconds = max(answer["seconds"] for answer in ending.returned.values())  # without torch's import
         what = f"an all-reduce over {len(survey.hosts)} machines took {seconds:.1f} s"
         return DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
-    reason = describe_failure(ending).strip().rpartition("\n")[2]  # the last line of an agent's traceback
+    cause = first_cause(ending)
+    reason = cause.what if cause else ending.broken.strip().rpartition("\n")[2]
     return all_reduce_finding(survey, reason, tuple(ending.lost))
 
 

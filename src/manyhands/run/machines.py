@@ -25,7 +25,7 @@ from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents import agent, connection, folders, ssh
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, clock_offset, open_agent
 from manyhands.cluster.doctor.findings import Facts, examine
-from manyhands.cluster.failures import Ending, describe_failure, first_cause
+from manyhands.cluster.failures import Ending, first_cause
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
@@ -35,7 +35,7 @@ from manyhands.core.records import MACHINE_LOST
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, untested_survey
-from manyhands.run.recovery import RestartHooks, Say, is_external_fault, worth_restarting
+from manyhands.run.recovery import RestartHooks, Say, describe_failure, is_external_fault, worth_restarting
 
 BUSY = "is still ending its earlier processes"  # a disconnected machine may still run its workers
 REPLACED = "another launcher has taken over the run"

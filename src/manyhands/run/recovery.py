@@ -19,7 +19,7 @@ from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents import connection, protocol
 from manyhands.cluster.agents.machines import SOON_UPDATES
 from manyhands.cluster.agents.supervise import WatchHooks, supervise_once
-from manyhands.cluster.failures import Ending, describe_failure, first_cause
+from manyhands.cluster.failures import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure, StepMetrics, read_lines, write_json
@@ -156,6 +156,11 @@ class RestartPolicy:
 def is_external_fault(cause: Failure | None) -> bool:
     """Returns True for a lost machine or a killed process; False for an error of the program, which may recur."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
+
+
+def describe_failure(ending: Ending) -> str:
+    cause = first_cause(ending)
+    return cause.what if cause else ending.refused.message if ending.refused else ending.broken
 
 
 def worth_restarting(folder: RunFolder) -> bool:
