@@ -243,7 +243,7 @@ def wait_until(condition, process=None, patience=PATIENCE_S):
 
 
 def has_ended(process):
-    """Whether a process has ended, waited for or not: the first process of a container may never wait for orphans."""
+    """Returns True if a process has exited, even if it is still a zombie, as orphans are in some containers."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True

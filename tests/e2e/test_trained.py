@@ -67,7 +67,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_chosen_again(use, train
     with mock.patch.object(tasks, "resolve_checkpoint", lambda *given: next(choices, None) or resolve(*given)):
         assert use(run.path, val, tmp_path / "again.pth") == expected
     gone = mock.patch.object(tasks, "resolve_checkpoint", return_value=Path("gone"))
-    with gone, pytest.raises(UserError, match="removed each chosen checkpoint"):
+    with gone, pytest.raises(UserError, match="deleted each chosen checkpoint"):
         use(run.path, val, tmp_path / "never.pth")
     assert not (tmp_path / "never.pth").exists()
 

@@ -54,7 +54,7 @@ def nothing_left(lab):
 
 
 def is_abandoned(folder):
-    """Whether no process has locked it, as those of tests that run at the same time have."""
+    """Returns True if no process has locked the folder. The folders of concurrent tests are locked."""
     with contextlib.suppress(OSError, Timeout):
         if (folder / ALIVE).exists():
             with FileLock(folder / ALIVE, timeout=0):

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from manyhands.core.world import World
+from manyhands.parallel.group.rendezvous import is_peer_loss
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import SharedMemoryNetwork, TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.shared_memory import SLOT_BYTES, SharedSums, ranks_by_machine, share_memory
 from manyhands.train.status import count_collectives
-from manyhands.worker.failure import is_peer_loss
 from tests.processes.ranks import put_on_machines, run_on_ranks
 from tests.processes.updates import EXACT, SMALL, assert_alike, built, captured, make_updates, normed
 

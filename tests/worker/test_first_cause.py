@@ -17,12 +17,12 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import join as group
 from manyhands.parallel.group.join import FailureBroadcast, JoinedGroup
-from manyhands.parallel.group.rendezvous import PeerFailure
+from manyhands.parallel.group.rendezvous import PeerFailure, is_peer_loss
 from manyhands.train.build import build
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.worker.entry import run_training
-from manyhands.worker.failure import describe_failure, explain_out_of_memory, is_peer_loss, publish_or_adopt_first_cause
+from manyhands.worker.failure import describe_failure, explain_out_of_memory, publish_or_adopt_first_cause
 from manyhands.worker.member import MET, GroupMember
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.

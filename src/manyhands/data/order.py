@@ -107,7 +107,7 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
 
 
 def equal_share_function(count: int, group: int, bounds: tuple[int, int] | None = None) -> Callable[[int, int], Share]:
-    """Returns a function (number of shares, index) -> that share of `equal_shares`, by default of the whole batch."""
+    """Returns a function (number of shares, index) -> that share of `equal_shares`, by default of the entire batch."""
     return lambda parts, index: equal_shares(count, group, bounds or (0, count), parts)[index]
 
 

@@ -286,7 +286,7 @@ def measure_pixels(images: Tensor, augment: str) -> Pixels:
     chosen, sums = spread(10_000, count), torch.zeros(2, channels, dtype=torch.int64)
     for block in chosen.split(1000):
         part = images[block].to(torch.int64)
-        sums += torch.stack([part.sum((0, 2, 3)), part.square().sum((0, 2, 3))])
+        sums += torch.stack([part.sum((0, 2, 3)), part.square().sum((0, 2, 3))]).cpu()
     means, squares = (each.tolist() for each in sums.double() / (len(chosen) * size * width))
     deviations = [math.sqrt(max(0.0, s - m * m)) or 1.0 for s, m in zip(squares, means, strict=True)]
     rounded = [tuple(round(value / 255, 4) or 1e-4 for value in numbers) for numbers in (means, deviations)]

@@ -127,6 +127,8 @@ class Membership(RestartHooks):
         if not self.free_places:
             raise UserError(f"the run already has {len(self.connected)} machines, the maximum of {wanted}")
         machine = self._refused.pop(name, None) or RunMachine(spec)
+        if machine.generation < 0:  # its working directory may be another one by now
+            machine.opened_folder = None
         machine.spec, machine.state, machine.until, machine.since = spec, MachineState.LOST, 0.0, time.monotonic()
         machine.requested, machine.notify = True, notify
         self.machines.all.append(machine)
@@ -246,7 +248,7 @@ class Membership(RestartHooks):
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
             raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
-        machine.opened_folder = seen  # its absolute path, since `take_code` changes the agent's working directory
+        machine.opened_folder = seen  # keeps the absolute path, because `take_code` changes directory
         if self.code and not link.here:
             yield call(agent.Agent.take_code, self.code)
         options, slots = self._job.cluster, machine.spec.slots

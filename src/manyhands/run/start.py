@@ -74,7 +74,7 @@ class StartSetup(contextlib.ExitStack):
         return orders
 
     def _reconnect(self) -> str:
-        """Connects the machines for a restart, without machines that are lost meanwhile. Returns like `_connect`."""
+        """Connects the machines for a restart, without those that are lost meanwhile. Returns `_connect`'s result."""
         while True:
             try:
                 self._add_joining()
@@ -175,7 +175,7 @@ class StartSetup(contextlib.ExitStack):
             self._first_saved = self.newest_step
 
     def _open_on(self, machines: Sequence[RunMachine], held: dict[str, int] | None, timeout_s: float) -> None:
-        """Opens the run folder on `machines`; `held` is for the first one. Raises RunError."""
+        """Opens the run folder on `machines`; `held` applies to the first machine. Raises RunError."""
         marker = self._folder.ranks / f".shared-{secrets.token_hex(8)}"  # shows machines that they share the folder
         here, run, term = str(self._folder.path.absolute()), folders.run_id(self._folder), self._membership.term
         requests = dict[RunMachine, Request[protocol.RunOpened]]()

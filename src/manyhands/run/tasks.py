@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Guesses = list[tuple[str, float]]
 _T = TypeVar("_T")
-_CHOICES = 5  # of a checkpoint, while a run that still trains removes the chosen one
+_ATTEMPTS = 5  # to use a checkpoint, while an active run deletes checkpoints
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -122,19 +122,21 @@ def find_run_folder(reference: Path) -> RunFolder | None:
 
 
 def use_checkpoint(reference: Path, which: str, use: Callable[[Path], _T]) -> _T:
-    """Returns use(path) for a checkpoint. Chooses another one if a run that still trains removes it meanwhile.
+    """Returns use(path) for a checkpoint. Chooses another checkpoint if an active run deletes the first one.
 
     Prints which damaged checkpoints are skipped. Raises UserError if none is usable.
     """
-    for _ in range(_CHOICES):
+    lost = None
+    for _ in range(_ATTEMPTS):
         path = resolve_checkpoint(reference, which)
         try:
             return use(path)
-        except (ManyhandsError, FileNotFoundError):
-            if path.exists():
+        except (ManyhandsError, FileNotFoundError) as error:
+            if path.exists() or path.name not in str(error):
                 raise
+            lost = error
     hints = ("try again", "or keep more checkpoints when you train: --set checkpoint.keep=10")
-    raise UserError("the run removed each chosen checkpoint before it was read", str(reference), hints)
+    raise UserError("the run deleted each chosen checkpoint before it was read", str(reference), hints) from lost
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:

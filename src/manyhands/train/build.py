@@ -26,6 +26,7 @@ from manyhands.parallel.apply import (
     takes_mesh,
 )
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.rendezvous import is_peer_loss
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms, measure_rows
 from manyhands.sync.choose import BY_MODE, EXACT
@@ -203,8 +204,9 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
             count = most
             found = trial_step.run_trial(probe, samples.train, classes, count)
     except _FAILURES as error:
-        # Under a mesh a peer may be lost, not the network wrong; after an AcceleratorError, the device may be lost.
-        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError) or takes_mesh(parts.mode):
+        # Under a mesh, the error may come from a lost peer; after an AcceleratorError, the device may be unusable.
+        elsewhere = is_out_of_memory(error) or is_peer_loss(error) or isinstance(error, torch.AcceleratorError)
+        if elsewhere or takes_mesh(parts.mode):
             raise
         raise _trial_error(error, parts, samples, count) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)

@@ -115,7 +115,7 @@ def uses_torch_rng_alone(model: nn.Module) -> bool:
 
 
 def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
-    """Seeds the generators of torch and, unless `torch_alone`, of random and numpy. `device`: such as cuda or cpu."""
+    """Seeds the generators of torch and, unless `torch_alone`, of random and numpy. `device`: such as cuda:0 or cpu."""
     if device != "cpu":  # on a CPU, this call would store a traceback for each kind of unused accelerator
         torch.manual_seed(seed)
     if torch_alone:  # seeding the others takes 2 % of a small network's update

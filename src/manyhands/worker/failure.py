@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from manyhands.core.devices import is_out_of_memory
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError, RunError
@@ -17,22 +16,10 @@ from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.user_code import user_traceback
 from manyhands.parallel.gradients import AUTOCAST
-from manyhands.parallel.group.rendezvous import PeerFailure
+from manyhands.parallel.group.rendezvous import PeerFailure, is_peer_loss
 
 if TYPE_CHECKING:
     from manyhands.train.trainer import Trainer
-
-# Messages of torch errors that only report the loss of a peer, which failed first.
-CONSEQUENCES = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
-    "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
-    "remote process exited", "Socket closed",
-    # From NCCL and torch's NCCL watchdog.
-    "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
-    "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
-)  # fmt: skip
-# Messages of store errors that another process's failure doesn't cause.
-OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
@@ -62,17 +49,6 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
 def _make_record(rank: int, step: int | None, phase: str, **fields: Any) -> Failure:
     here = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     return Failure(rank=rank, step=step, phase=phase, **here, **fields)
-
-
-def is_peer_loss(error: BaseException) -> bool:
-    """Returns True if an error only reports that another process ended or is unreachable."""
-    if isinstance(error, ManyhandsError):
-        return False
-    said = str(error)
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-        return not any(text in said for text in OWN_MISTAKES)
-    # An error of a backend may also be the cause: NCCL raises "Duplicate GPU detected" on every rank.
-    return isinstance(error, RuntimeError) and any(text in said for text in CONSEQUENCES)
 
 
 def explain_out_of_memory(error: BaseException, trainer: "Trainer | None") -> RunError:

@@ -51,7 +51,7 @@ def describe_pickled(path: Path) -> dict[str, Any]:
 
 
 def convert_checkpoint(use_source: Callable[[Any], Any], target: Path, plan: Path | None) -> tuple[str, ...]:
-    """Writes a copy of the checkpoint whose path `use_source` passes, sharded by `plan` or unsharded.
+    """Writes a copy of a checkpoint, sharded by `plan` or unsharded. `use_source` calls its argument with a path.
 
     Returns messages about omitted data.
     """

@@ -30,7 +30,7 @@ from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 # Module that passes a new connection to an agent; its exit code without an agent; ssh's exit code for errors.
 RECONNECT, NO_AGENT, SSH_FAILED = "manyhands.cluster.agents.connection", 3, 255
 ENDED_S, PASS_ON_S = 0.5, 2.0  # time limits: ssh's exit code after a loss; streams of a new connection
-TAIL_BYTES = 1 << 14  # of a log that are read for an error message
+TAIL_BYTES = 1 << 14  # bytes read from the end of a log for an error message
 ENDED_MS = 200  # a lost connection's second direction may end this much later
 # A closed pipe reports POLLHUP; a socket of sshd, closed in one direction, reports POLLRDHUP.
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)

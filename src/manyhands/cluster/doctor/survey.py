@@ -197,7 +197,7 @@ def _candidates(facts: Facts) -> Iterator[_Candidate]:
 
 
 def pair_rounds(hosts: Sequence[str]) -> Iterator[list[Pair]]:
-    """Yields rounds of disjoint pairs (sender, receiver), until each machine has met each other one both ways."""
+    """Yields rounds of disjoint pairs (sender, receiver). Together they contain each ordered pair once."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     for _ in range(len(seats) - 1):
         facing = [(seats[place], seats[-1 - place]) for place in range(len(seats) // 2)]

@@ -107,6 +107,18 @@ class LivenessAnswer(_Message):
     now: heartbeat.Heartbeat
 
 
+# Messages of torch errors that only report the loss of a peer, which failed first.
+CONSEQUENCES = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
+    "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
+    "remote process exited", "Socket closed",
+    # From NCCL and torch's NCCL watchdog.
+    "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
+    "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
+)  # fmt: skip
+# Messages of store errors that another process's failure doesn't cause.
+OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
+
 S = TypeVar("S", bound=_Message)
 
 
@@ -322,3 +334,14 @@ def _format_ranges(ranks: list[int]) -> str:
     groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     runs = [[rank for _, rank in group] for _, group in groups]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Returns True if an error only reports that another process ended or is unreachable."""
+    if isinstance(error, ManyhandsError):
+        return False
+    said = str(error)
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return not any(text in said for text in OWN_MISTAKES)
+    # An error of a backend may also be the cause: NCCL raises "Duplicate GPU detected" on every rank.
+    return isinstance(error, RuntimeError) and any(text in said for text in CONSEQUENCES)
