@@ -88,8 +88,7 @@ def test_bytes_in_tensors_go_to_memory():
     assert splits.classes == ("0", "1", "2", "3")
     assert (splits.pixels.size, splits.pixels.channels, splits.pixels.augment) == (5, 3, "none")
     assert splits.description.startswith("your TensorDataset: 20 + 8 pictures; 5 more of the held-out set")
-    images, labels = tensors().tensors
-    narrow = TensorDataset(images[..., :2], labels)
+    narrow = TensorDataset(tensors().tensors[0][..., :2], splits.train.labels)
     found = wrap_data_sets(narrow, narrow, PLAIN).pixels
     values = narrow.tensors[0].transpose(0, 1).flatten(1).double() / 255
     assert found.mean == pytest.approx(values.mean(1).tolist(), abs=1e-4)

@@ -49,8 +49,7 @@ def hosts(lab):
 
 def nothing_left(lab):
     gone(lab)
-    folders = Path(tempfile.gettempdir())
-    wait_until(lambda: not list(filter(is_abandoned, folders.glob("manyhands-way-*"))), patience=30)
+    wait_until(lambda: not any(map(is_abandoned, Path(tempfile.gettempdir()).glob("manyhands-way-*"))), patience=30)
 
 
 def is_abandoned(folder):

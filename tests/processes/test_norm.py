@@ -317,8 +317,11 @@ def test_other_precisions_differ_by_rounding_alone(case, dtype):
     case |= {"group": max(4, case["group"]), "count": max(8, case["count"])}
     layer, images, slope = made(case, dtype)
     exact, _ = trained(copy.deepcopy(layer).double(), images.double(), case["group"], slope.double(), case["rows"])
-    (_, together), _ = both(layer, images, case["group"], slope, case["rows"])
-    assert_alike({name: one.double() for name, one in together.items()}, exact, ROUNDING[dtype], least=1.0)
+    (alone, together), _ = both(layer, images, case["group"], slope, case["rows"])
+    for name, one in exact.items():
+        apart = float((alone[name] - one).abs().max())  # torch's layer rounds as much where values are almost equal
+        least = max(1.0, 5 * apart / ROUNDING[dtype])
+        assert_alike({name: together[name].double()}, {name: one}, ROUNDING[dtype], least=least)
 
 
 @pytest.mark.parametrize(
