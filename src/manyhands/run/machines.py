@@ -127,7 +127,7 @@ class Membership(RestartHooks):
         if not self.free_places:
             raise UserError(f"the run already has {len(self.connected)} machines, the maximum of {wanted}")
         machine = self._refused.pop(name, None) or RunMachine(spec)
-        if machine.generation < 0:  # its working directory may be another one by now
+        if machine.generation < 0:  # the machine's working directory may have changed
             machine.opened_folder = None
         machine.spec, machine.state, machine.until, machine.since = spec, MachineState.LOST, 0.0, time.monotonic()
         machine.requested, machine.notify = True, notify

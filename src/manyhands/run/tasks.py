@@ -140,6 +140,7 @@ def use_checkpoint(reference: Path, which: str, use: Callable[[Path], _T]) -> _T
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
+    """Returns a checkpoint's path; see `use_checkpoint`, which also copes with a checkpoint that is deleted later."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in logs.read_log_locations(folder) if place.has_rank(0) and not place.local), None)

@@ -38,6 +38,17 @@ _NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
 LINGER_S = 3.0  # seconds that rank 0 waits at the end for the others to read the cause of a failure, or to leave
 _MOST_BYTES = 1 << 18  # far above any message
 _LONGEST_WHAT = 2000
+# Messages of torch errors that only report the loss of a peer, which failed first.
+CONSEQUENCES = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
+    "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
+    "remote process exited", "Socket closed",
+    # From NCCL and torch's NCCL watchdog.
+    "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
+    "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
+)  # fmt: skip
+# Messages of store errors that another process's failure doesn't cause.
+OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 
 def _printable(text: str) -> str:
@@ -106,18 +117,6 @@ class LivenessAnswer(_Message):
     before: heartbeat.Heartbeat
     now: heartbeat.Heartbeat
 
-
-# Messages of torch errors that only report the loss of a peer, which failed first.
-CONSEQUENCES = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Timed out waiting",
-    "Application timeout caused pair closure", "recvBytes failed", "failed to recv", "connectFullMesh",
-    "remote process exited", "Socket closed",
-    # From NCCL and torch's NCCL watchdog.
-    "Connection closed by remote peer", "remote process exiting", "communicator was aborted", "wait timeout after",
-    "collective operation timeout", "operations have failed or timed out", "Socket Timeout",
-)  # fmt: skip
-# Messages of store errors that another process's failure doesn't cause.
-OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
 
 S = TypeVar("S", bound=_Message)
 
